@@ -182,13 +182,13 @@ class EngineState:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         self._count_steps(now_s)
         name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0) if self._steps else 0.0
-        concurrency = len(self.running) + len(requests)
+        concurrency, limited = len(self.running) + len(requests), self.info.tokens_max is not None
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
-            if is_giant(queued, self.info) or self.turn.holder is queued:
+            if limited and (is_giant(queued, self.info) or self.turn.holder is queued):
                 self.turn.start(queued, now_s)
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
@@ -224,8 +224,7 @@ class EngineState:
 
     def pace(self, model: str) -> float:
         """Measured over profiled seconds; 1 before the first answer."""
-        pace = self.paces.get(model)
-        return pace.value if pace is not None else 1.0
+        return self.paces[model].value if model in self.paces else 1.0
 
     def proven_until_s(self, model: str) -> float:
         """Until when the pace counts as proven; -inf before the first answer."""
@@ -438,8 +437,7 @@ def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: f
         longer = [length for length in quantiles if length > generated]
         if longer:
             return sum(longer) / len(longer) - generated
-    remaining = expected - generated
-    return remaining if remaining > 0 else OVERDUE_SHARE * generated
+    return expected - generated if expected > generated else OVERDUE_SHARE * generated
 
 
 def peak_tokens(requests: Iterable[tuple[float, float, float]]) -> float:

@@ -77,9 +77,16 @@ class Share:
 
     def start(self, tokens: float, prefixes: tuple[int, ...]) -> None:
         """Count the forecast service of a request that no longer waits, with the hashes of its prompt's prefixes."""
-        self.prefixes, self.among.last = prefixes, self
-        self.charge(tokens)  # before it ceases to wait: the last counter counts for shares that return
-        self.leave()
+        among = self.among
+        self.prefixes, among.last = prefixes, self
+        if among.contended:
+            among.charge(self, tokens)
+        else:
+            self.served += tokens / self.weight
+        if self.waiting > 1:
+            self.waiting -= 1
+        else:
+            among.leave(self)
 
     def goes_on(self, prompt_tokens: float, prefixes: tuple[int, ...]) -> bool:
         """Whether the share, served last, is served again with such a prompt although another was served less."""
@@ -112,10 +119,6 @@ class FairShares:
     def __iter__(self) -> Iterator[Share]:
         """The shares that wait, the least served first. None may be served before the iteration has ended."""
         return (share for *_, share in self._row)
-
-    def __len__(self) -> int:
-        """Number of shares that wait."""
-        return len(self._row)
 
     def of(self, name: str, weight: float) -> Share:
         """The share of this name. weight : of its later service, > 0"""

@@ -122,7 +122,7 @@ class FixedChoice:
         for engine in engines:
             if not engine.models:  # this engine serves every model
                 return list(waiting)
-        return [queues for queues in waiting if any([queues.model in engine.models for engine in engines])]
+        return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
     def _first(self, startable: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
         """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
@@ -135,7 +135,8 @@ class FixedChoice:
             if next_shares is None and queues.fair.contended:
                 next_shares = self._next_shares(startable)
             share = next_shares.get(queues.fair) if next_shares is not None else None
-            batch = queues.formed.first(self._set_aside, share)
+            only = queues.formed.only
+            batch = only[0][3] if only and share is None else queues.formed.first(self._set_aside, share)
             if batch is None:
                 if share is None or queues.formed.first(self._set_aside) is None:
                     unformed.append(queues)

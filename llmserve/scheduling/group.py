@@ -180,10 +180,12 @@ class Forming:
         """Form the batches that did not form early while several shares waited, where only one waits now. True if some
         may have formed.
         """
-        held_back = group.tally.held_back
-        alone = [queues for queues in held_back.values() if self.forms_early(queues)] if held_back else ()
+        tally = group.tally
+        if not tally.held_back:
+            return False
+        alone = [q for q in tally.queues.values() if q.model in tally.held_back and self.forms_early(q)]
         for queues in alone:
-            del held_back[queues.model]
+            del tally.held_back[queues.model]
             self.form_all_early(queues, now_s)
         return bool(alone)
 

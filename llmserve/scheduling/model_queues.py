@@ -101,17 +101,23 @@ class ModelQueues:
         elif self.no_engine_since_s is None:
             self.no_engine_since_s = now_s
 
-    def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
-        """Count requests that wait from now on, or no longer; their shares count them, too. sign : -1 when they leave."""
+    def _count(self, requests: int, work_us: int) -> None:
+        """Count requests that wait from now on, or with a minus no longer; their shares count them, too.
+
+        work_us : theirs, see Load
+        """
         if not self.waiting:
             self.tally.queues[self.model] = self
-        number = sign * len(requests)
-        self.waiting += number
-        self.tally.waiting += number
+        self.waiting += requests
+        self.tally.waiting += requests
         if self.load is not None:
-            self.load.count(requests, sign)
+            self.load.work_us += work_us
         if not self.waiting:
             del self.tally.queues[self.model]
+
+    def _work_us(self, requests: Iterable[QueuedRequest]) -> int:
+        """Their work, while anybody counts it."""
+        return sum([queued.work_us for queued in requests]) if self.load is not None else 0
 
     # ---- arrivals ----
 
@@ -140,7 +146,7 @@ class ModelQueues:
         queued.share = self.fair.of(request.share, request.weight)
         queued.share.wait()
         queue.append(queued)
-        self._count((queued,))
+        self._count(1, queued.work_us if load is not None else 0)
         return queued, queue
 
     def follow_load(self, follows: bool) -> None:
@@ -203,7 +209,7 @@ class ModelQueues:
             by_bin.setdefault(queued.bin, []).append(queued)
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
-        self._count(requests)
+        self._count(len(requests), self._work_us(requests))
         return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
@@ -213,7 +219,7 @@ class ModelQueues:
             self._join_share(queued)
         batch.share = batch.least_served()
         self.formed.push_returned(batch)
-        self._count(batch.requests.values())
+        self._count(len(batch.requests), self._work_us(batch.requests.values()))
 
     def _join_share(self, queued: QueuedRequest) -> None:
         """Let a request wait in its share."""
@@ -269,7 +275,7 @@ class ModelQueues:
         else:
             self.formed.remove(queued)
         queued.share.leave()
-        self._count((queued,), -1)
+        self._count(-1, -self._work_us((queued,)))
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
         """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
@@ -277,7 +283,7 @@ class ModelQueues:
         for queued in started:
             queued.charged = queued.cost
             queued.share.start(queued.charged, queued.request.prefixes)
-        self._count(started, -1)
+        self._count(-len(started), -self._work_us(started))
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 
@@ -286,10 +292,8 @@ class ModelQueues:
 
         answer_tokens : 0: unknown; then as forecast, or as many as `ran_s` allows, if these are fewer
         """
-        tokens = answer_tokens
-        if not tokens:
-            tokens = queued.request.choices * min(queued.likely_tokens, ran_s / self.service.seconds_per_token)
-        queued.share.charge(cost(queued.request.prompt_tokens, tokens) - queued.charged)
+        likely = queued.request.choices * min(queued.likely_tokens, ran_s / self.service.seconds_per_token)
+        queued.share.charge(cost(queued.request.prompt_tokens, answer_tokens or likely) - queued.charged)
         queued.charged = 0.0
 
     def compete(self, fair: FairShares) -> None:

@@ -96,8 +96,8 @@ class MomentChoice:
     def _shares(self, engines: Sequence[EngineState]) -> Iterator[Share | None]:
         """The shares that compete for these engines, the least served first; (None,) while only one waits."""
         served = (queues for queues in self._group.tally.queues.values() if engines[0].serves(queues.model))
-        fair = next((queues.fair for queues in served), ())
-        return iter(fair) if len(fair) > 1 else iter((None,))
+        fair = next((queues.fair for queues in served), None)
+        return iter(fair) if fair is not None and fair.contended else iter((None,))
 
     def _best_for(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
         """The best candidate that holds requests of this share: all that have room, or one. share : None: of any"""

@@ -81,7 +81,9 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
         assert row == sorted(row, key=lambda entry: entry[:2]), "shares are out of order"
         assert queues.fair.contended == (len(row) > 1), "a share waits alone, or does not"
         places = [share.place for *_, share in row] if queues.fair.contended else []  # of one alone, they may be old
-        assert all(entry[:2] == place for entry, place in zip(row, places)), "a share is not where it was put"
+        assert all(entry[:2] == place for entry, place in zip(row, places, strict=False)), (
+            "a share is not where it was put"
+        )
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     for fair in {queues.fair for queues in group.queues.values()}:
         competing = {queues.model for queues in group.queues.values() if queues.fair is fair}
