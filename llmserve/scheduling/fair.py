@@ -131,6 +131,11 @@ class FairShares:
         share.weight = weight
         return share
 
+    def counter_of(self, name: str) -> float:
+        """The counter of the share of this name, or the one it would have if it began to wait."""
+        share = self._shares.get(name)
+        return self.floor if share is None else share.served if share.waiting else max(share.served, self.floor)
+
     def _drop_idle(self) -> None:
         """Drop shares that would be lifted if they came back: nothing is lost with them."""
         floor = self.floor

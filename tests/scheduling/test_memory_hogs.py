@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from llmserve.policies import SchedulingConfig
+from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.memory import REST, MemoryTurn, is_giant, is_large
@@ -60,7 +61,6 @@ def rates(order: str, *hogs: Request, service_s: float = SERVICE_S, engines: int
     return answers["modest"] / RUN_S, answers["hogs"] / RUN_S
 
 
-ORDERS = ("fffs", "shortest", "boost")
 CLAIMS_ALL = Request(0, predicted_tokens=CACHE, prompt_tokens=10)
 HOGS = {
     "n = 128": Request(0, predicted_tokens=20, prompt_tokens=10, choices=128),

@@ -133,8 +133,10 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         shares = list(choice._shares(engines)) if engines else []
         for share, by_least in product(shares, (False, True)):
             whose = Whose(share, every=False) if share is not None else None
-            in_time = choice._pick(engines, whose, by_least=by_least) or choice._trial(engines)
-            assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
+            while in_time := choice._pick(engines, whose, by_least=by_least) or choice._trial(engines):
+                assert not choice.may_start(in_time), f"{name} is idle while {in_time.count} could be in time"
+                if not choice.passes(in_time):
+                    break
 
 
 def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
