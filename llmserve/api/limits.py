@@ -17,6 +17,7 @@ from llmserve.api.key_file import KeyFile, KeyPolicy, Limits, Price
 from llmserve.cluster.charges import QueueTimes
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.errors import BadRequest, RateLimited, RequestError, Unauthorized
+from llmserve.request import Request
 
 NONE = Limits()
 KEPT_S = 1.0  # how long a prediction is kept: a client that asks again and again costs little
@@ -150,6 +151,7 @@ class Account:
     key         limits of the key, for all models
     is_limited  whether the key has any limit or budget
     charges     of the key's calls in flight
+    last        the key's last request whose model and share are known; None: none has come yet
     """
 
     def __init__(self, name: str, limits: KeyLimits) -> None:
@@ -160,6 +162,7 @@ class Account:
         self.budgets: tuple[Budget, ...] = ()
         self.is_limited = self._shows_limits = False
         self.charges: set[KeyCharge] = set()
+        self.last: Request | None = None
         self._first_ends: dict[str, tuple[float, float]] = {}  # by model: times of the prediction, and of the end
         self._starts: dict[str, tuple[float, list[float], list[float]]] = {}  # likewise; see _starts_of
         self._models: dict[str, Scope] = {}
@@ -223,7 +226,7 @@ class Account:
             raise self._refusal(
                 f"{scope.who} may send {scope.requests.size} requests per minute",
                 code="requests_per_minute",
-                retry_after_s=wait_s,
+                retry_after_s=max(wait_s, self._next_start_s()),
                 model=model,
             )
 
@@ -237,7 +240,7 @@ class Account:
                     f"{scope.who} may use {bucket.size:,} tokens per minute, and this request probably needs "
                     f"{tokens:,.0f}",
                     code="tokens_per_minute",
-                    retry_after_s=wait_s,
+                    retry_after_s=max(wait_s, self._next_start_s()),
                     model=model,
                 )
         most, waiting = scope.tokens_waiting, scope.waiting_tokens
@@ -275,6 +278,11 @@ class Account:
         return error
 
     # ---- predictions ----
+
+    def _next_start_s(self) -> float:
+        """Predicted seconds until one more request like the key's last would start; 0: unknown."""
+        times = self.limits.times
+        return (times.next_s(self.last) if times is not None and self.last is not None else None) or 0.0
 
     def _first_end_s(self, model: str) -> float:
         """Predicted seconds until one of the key's requests ends. model : "": of any model"""
@@ -345,6 +353,7 @@ class KeyCharge:
     def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
         account, tokens = self._account, prompt_tokens + output_tokens
         self.call, self.tokens, self._output_tokens = in_flight, tokens, output_tokens
+        account.last = in_flight.request
         if account.is_limited:
             money = self._money(prompt_tokens, output_tokens)
             try:

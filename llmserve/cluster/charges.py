@@ -22,6 +22,10 @@ class QueueTimes(Protocol):
 
     def end_s(self, call: InFlightCall) -> float | None: ...
 
+    def next_s(self, request: Request) -> float | None:
+        """When one more request of the share and model of this one would start."""
+        ...
+
 
 class Charges:
     """Reserves and settles the charges of calls.

@@ -264,9 +264,10 @@ class LiveCluster:
             in_flight.begin(in_flight.refused)
         else:
             retry_after_s = action.retry_after_s
-            if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
-                # The queue has room again when the first running call ends.
-                retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
+            if action.reason == "queue_full":  # when one more of its share would start, or there is room again
+                retry_after_s = self.places.next_s(in_flight.request)
+                if retry_after_s is None:  # how fast answers end is not known yet
+                    retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
             error = _error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
             missing = action.reason == "model_not_found"
             in_flight.fail(model_not_found(in_flight.request.model, self.models) if missing else error)

@@ -1,17 +1,19 @@
 """Places in the queue: how many requests would start before one, and how long it probably waits.
 
 A place costs nothing until somebody asks. The first question sorts the waiting requests of its model; the answers hold
-for KEPT_S, so that many streams that ask at once cost one sort.
+for KEPT_S, so that many streams that ask at once, and many refusals, cost one sort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
 
 from llmserve.cluster.in_flight import InFlightCall
+from llmserve.request import Request
 from llmserve.scheduling.fair import Share, dealt
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.model_queues import ModelQueues
@@ -59,13 +61,28 @@ class WaitingRow(msgspec.Struct, frozen=True):
     next_starts_s: float | None
 
 
+class Deal(msgspec.Struct, frozen=True):
+    """A model's waiting requests in the order in which they would start.
+
+    made_s     when
+    positions  by request id, from 1
+    counters   of the request's share before each start; they never fall
+    after      counter of each share once all of its requests have started
+    """
+
+    made_s: float
+    positions: dict[int, int]
+    counters: list[float]
+    after: dict[str, float]
+
+
 class Places:
     """Tells places by the order of the scheduler."""
 
     def __init__(self, scheduler: Scheduler, running: Running) -> None:
         self._scheduler = scheduler
         self._running = running
-        self._kept: dict[tuple[str, str], tuple[float, dict[int, int]]] = {}
+        self._kept: dict[tuple[str, str], Deal] = {}
 
     def of(self, in_flight: InFlightCall) -> Place | None:
         """The place of a call; None while it runs, or its length is being predicted."""
@@ -74,17 +91,35 @@ class Places:
             return None
         group = self._scheduler.groups.by_name[queued.group]
         queues = group.queues[queued.request.model]
-        position = self._positions(queues).get(queued.request.id, queues.waiting)
+        position = self._deal(queues).positions.get(queued.request.id, queues.waiting)
         return self.at(position, group, queues)
 
-    def _positions(self, queues: ModelQueues) -> Mapping[int, int]:
+    def next_s(self, request: Request) -> float | None:
+        """Predicted seconds until one more request like this, of its share and model, would start; None: unknown."""
+        group = self._scheduler.groups.group_for(request)
+        queues = group.queues.get(request.model)
+        if queues is None:
+            return None
+        if not queues.waiting and any(engine.room > 0 for engine in group.pool.free_for(request.model)):
+            return 0.0
+        deal = self._deal(queues)
+        counter = deal.after.get(request.share)
+        if counter is None:
+            counter = queues.fair.counter_of(request.share)
+        return self.at(bisect_right(deal.counters, counter) + 1, group, queues).wait_s
+
+    def _deal(self, queues: ModelQueues) -> Deal:
         now_s, key = self._running.now_s(), (queues.group, queues.model)
-        made_s, positions = self._kept.get(key, (-KEPT_S, {}))
-        if now_s - made_s >= KEPT_S:
-            self._kept = {name: kept for name, kept in self._kept.items() if now_s - kept[0] < KEPT_S}
-            positions = {queued.request.id: place for place, queued in enumerate(self.in_turn(queues), 1)}
-            self._kept[key] = now_s, positions
-        return positions
+        deal = self._kept.get(key)
+        if deal is None or now_s - deal.made_s >= KEPT_S:
+            self._kept = {name: kept for name, kept in self._kept.items() if now_s - kept.made_s < KEPT_S}
+            in_turn = self.in_turn(queues)
+            deal = self._kept[key] = Deal(now_s, {q.request.id: place for place, q in enumerate(in_turn, 1)}, [], {})
+            for queued in in_turn:
+                share = queued.share
+                deal.counters.append(counter := deal.after.get(share.name, share.served))
+                deal.after[share.name] = counter + queued.cost / share.weight
+        return deal
 
     def in_turn(self, queues: ModelQueues) -> list[QueuedRequest]:
         """A model's waiting requests in the order in which they would start now: the least served share is next, and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.live import LiveCluster
+from llmserve.request import Request
 
 
 class LiveQueueTimes:
@@ -28,6 +29,9 @@ class LiveQueueTimes:
             return left_s
         start_s = self.start_s(call)
         return None if start_s is None else start_s + self._answer_s(call, call.request.expected_tokens)
+
+    def next_s(self, request: Request) -> float | None:
+        return self._cluster.places.next_s(request)
 
     def _answer_s(self, call: InFlightCall, tokens: float | None) -> float:
         """Seconds of an answer. tokens : None: as many as the mean"""

@@ -28,10 +28,8 @@ class DeadlineQueue(BinQueue):
     whole : the queue of which this one is the part of a share; None: of none
     """
 
+    by_deadline = True
     whole: DeadlineQueue | None = None
-
-    def _note_deadline(self, queued: QueuedRequest) -> None:
-        self._enter_row(queued)
 
     def new_part(self) -> DeadlineQueue:
         part = DeadlineQueue(self.index)
@@ -72,7 +70,7 @@ class DeadlineQueue(BinQueue):
     def by_share(self) -> Iterator[tuple[Share, DeadlineQueue]]:
         """The requests of each share."""
         if self.requests and not self.parts:
-            yield next(iter(self.requests.values())).share, self
+            yield self.share, self
         for share, part in self.parts.items():
             assert isinstance(part, DeadlineQueue)
             yield share, part
@@ -111,6 +109,7 @@ class FormedRow(DeadlineQueue):
     def __init__(self, batch: FormedBatch) -> None:
         super().__init__(batch.bin)
         self.requests.update(enumerate(batch.requests.values()))
+        self.share = batch.share
         self._row = sorted([(queued.deadline_s, place) for place, queued in self.requests.items()])
 
 

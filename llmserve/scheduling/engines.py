@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.memory import MemoryTurn
+from llmserve.scheduling.memory import MemoryTurn, is_giant
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
@@ -182,13 +182,14 @@ class EngineState:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         self._count_steps(now_s)
         name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0) if self._steps else 0.0
-        concurrency = len(self.running) + len(requests)
+        concurrency, limited = len(self.running) + len(requests), self.info.tokens_max is not None
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
-            self.turn.start(queued, self.info, now_s)
+            if limited and (is_giant(queued, self.info) or self.turn.holder is queued):
+                self.turn.start(queued, now_s)
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
@@ -212,7 +213,8 @@ class EngineState:
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
-            self.turn.end(queued, now_s)
+            if self.turn.holder is queued:
+                self.turn.end(now_s)
             if self.circuit.trial is not None:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
@@ -222,8 +224,7 @@ class EngineState:
 
     def pace(self, model: str) -> float:
         """Measured over profiled seconds; 1 before the first answer."""
-        pace = self.paces.get(model)
-        return pace.value if pace is not None else 1.0
+        return self.paces[model].value if model in self.paces else 1.0
 
     def proven_until_s(self, model: str) -> float:
         """Until when the pace counts as proven; -inf before the first answer."""
@@ -436,8 +437,7 @@ def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: f
         longer = [length for length in quantiles if length > generated]
         if longer:
             return sum(longer) / len(longer) - generated
-    remaining = expected - generated
-    return remaining if remaining > 0 else OVERDUE_SHARE * generated
+    return expected - generated if expected > generated else OVERDUE_SHARE * generated
 
 
 def peak_tokens(requests: Iterable[tuple[float, float, float]]) -> float:

@@ -54,22 +54,39 @@ class Share:
         self.weight, self.served, self.waiting = 1.0, 0.0, 0
         self.prefixes: tuple[int, ...] = ()
 
-    def wait(self, requests: int) -> None:
-        """Count requests that wait from now on; negative: no longer."""
-        waiting = self.waiting + requests
-        if self.waiting and waiting:
-            self.waiting = waiting
+    def wait(self) -> None:
+        """Count a request that waits from now on."""
+        if self.waiting:
+            self.waiting += 1
         else:
-            self.among.wait(self, requests)
+            self.among.enter(self)
+
+    def leave(self) -> None:
+        """Count a request that no longer waits."""
+        if self.waiting > 1:
+            self.waiting -= 1
+        else:
+            self.among.leave(self)
 
     def charge(self, tokens: float) -> None:
         """Count service. tokens : weighted; negative when a charge was too high"""
-        self.among.charge(self, tokens)
+        if self.waiting and self.among.contended:
+            self.among.charge(self, tokens)
+        else:
+            self.served += tokens / self.weight
 
     def start(self, tokens: float, prefixes: tuple[int, ...]) -> None:
-        """Count the forecast service of a request that starts, with the hashes of its prompt's prefixes."""
-        self.prefixes, self.among.last = prefixes, self
-        self.among.charge(self, tokens)
+        """Count the forecast service of a request that no longer waits, with the hashes of its prompt's prefixes."""
+        among = self.among
+        self.prefixes, among.last = prefixes, self
+        if among.contended:
+            among.charge(self, tokens)
+        else:
+            self.served += tokens / self.weight
+        if self.waiting > 1:
+            self.waiting -= 1
+        else:
+            among.leave(self)
 
     def goes_on(self, prompt_tokens: float, prefixes: tuple[int, ...]) -> bool:
         """Whether the share, served last, is served again with such a prompt although another was served less."""
@@ -83,23 +100,25 @@ class Share:
 
 
 class FairShares:
-    """The shares that compete for the same engines. last : the share of the request that was started last"""
+    """The shares that compete for the same engines.
+
+    last       the share of the request that was started last
+    contended  whether several shares wait
+    """
 
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
         self._numbers = 0
-        self._row: list[tuple[float, int, Share]] = []  # (served, number, share) of those that wait, ascending
+        self._row: list[tuple[float, int, Share]] = []  # (served, number, share) of those that wait, ascending; of one
+        # alone, `served` may be out of date
         self._drop_at = IDLE_SPARE  # number of shares at which those that cannot matter are looked for
         self.last: Share | None = None
+        self.contended = False
         self._left_at = 0.0  # counter of the last share that ceased to wait
 
     def __iter__(self) -> Iterator[Share]:
         """The shares that wait, the least served first. None may be served before the iteration has ended."""
         return (share for *_, share in self._row)
-
-    def __len__(self) -> int:
-        """Number of shares that wait."""
-        return len(self._row)
 
     def of(self, name: str, weight: float) -> Share:
         """The share of this name. weight : of its later service, > 0"""
@@ -112,6 +131,11 @@ class FairShares:
         share.weight = weight
         return share
 
+    def counter_of(self, name: str) -> float:
+        """The counter of the share of this name, or the one it would have if it began to wait."""
+        share = self._shares.get(name)
+        return self.floor if share is None else share.served if share.waiting else max(share.served, self.floor)
+
     def _drop_idle(self) -> None:
         """Drop shares that would be lifted if they came back: nothing is lost with them."""
         floor = self.floor
@@ -121,27 +145,28 @@ class FairShares:
     @property
     def floor(self) -> float:
         """The smallest counter of the shares that wait; without one, that of the last that did."""
-        return self._row[0][0] if self._row else self._left_at
+        return self._row[0][2].served if self._row else self._left_at
 
-    def wait(self, share: Share, requests: int) -> None:
-        if not share.waiting:
-            share.served = max(share.served, self.floor)
-            self._shares.setdefault(share.name, share)
-            insort(self._row, (*share.place, share))
-        share.waiting += requests
-        if not share.waiting:
-            self._left_at = share.served
-            del self._row[bisect_left(self._row, share.place)]
+    def enter(self, share: Share) -> None:
+        """Count the first request of a share that waits."""
+        share.served, share.waiting = max(share.served, self.floor), 1
+        self._shares.setdefault(share.name, share)
+        if len(self._row) == 1:
+            self._row[0] = (*self._row[0][2].place, self._row[0][2])
+        insort(self._row, (*share.place, share))
+        self.contended = len(self._row) > 1
+
+    def leave(self, share: Share) -> None:
+        """Count the last request of a share that no longer waits."""
+        share.waiting, self._left_at = 0, share.served
+        del self._row[bisect_left(self._row, share.place) if self.contended else 0]
+        self.contended = len(self._row) > 1
 
     def charge(self, share: Share, tokens: float) -> None:
-        if share.waiting and len(self._row) > 1:
-            del self._row[bisect_left(self._row, share.place)]
-            share.served += tokens / share.weight
-            insort(self._row, (*share.place, share))
-        else:
-            share.served += tokens / share.weight
-            if share.waiting:
-                self._row[0] = (*share.place, share)
+        """Charge a share that waits beside others."""
+        del self._row[bisect_left(self._row, share.place)]
+        share.served += tokens / share.weight
+        insort(self._row, (*share.place, share))
 
 
 NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet

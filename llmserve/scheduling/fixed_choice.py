@@ -119,27 +119,24 @@ class FixedChoice:
         engines: Collection[EngineState] = self._pool.free.values()
         if self._blocked:
             engines = [engine for engine in engines if engine.info.name not in self._blocked]
-        startable = []
-        for queues in waiting:
-            for engine in engines:
-                if not engine.models or queues.model in engine.models:
-                    startable.append(queues)
-                    break
-        return startable
+        for engine in engines:
+            if not engine.models:  # this engine serves every model
+                return list(waiting)
+        return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
     def _first(self, startable: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
         """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
         best: First | None = None
         key, number, unformed = math.inf, 0, []
-        contended = False
+        next_shares: dict[FairShares, Share] | None = None  # None: no shares compete
         for queues in startable:
             if queues.unsorted:
                 queues.sort_again()
-            contended = contended or len(queues.fair) > 1
-        next_shares = self._next_shares(startable) if contended else {}
-        for queues in startable:
-            share = next_shares.get(queues.fair)
-            batch = queues.formed.first(self._set_aside, share)
+            if next_shares is None and queues.fair.contended:
+                next_shares = self._next_shares(startable)
+            share = next_shares.get(queues.fair) if next_shares is not None else None
+            only = queues.formed.only
+            batch = only[0][3] if only and share is None else queues.formed.first(self._set_aside, share)
             if batch is None:
                 if share is None or queues.formed.first(self._set_aside) is None:
                     unformed.append(queues)
@@ -151,7 +148,10 @@ class FixedChoice:
         """Of the shares that compete, the least served one for which a batch has formed, or can be formed now."""
         competing: dict[FairShares, list[ModelQueues]] = {}
         for queues in startable:
-            competing.setdefault(queues.fair, []).append(queues)
+            if queues.fair.contended:
+                competing.setdefault(queues.fair, []).append(queues)
+                if queues.unsorted:
+                    queues.sort_again()
         chosen: dict[FairShares, Share] = {}
         for fair, members in competing.items():
             for share in self._in_turn_of(fair, members):
@@ -200,8 +200,10 @@ class FixedChoice:
         """Form a batch of the most urgent bin whose release allows one. True if a batch was formed."""
         best: tuple[float, float] | None = None
         chosen: tuple[ModelQueues, BinQueue, int] | None = None
+        held_back = self._group.tally.held_back
         for queues in startable:
-            idle = self.idle(queues)
+            may_form = queues.release.fills or queues.model in held_back  # else all that may form has formed early
+            idle = self.idle(queues) if may_form else None
             if idle is None:
                 continue
             for queue in queues.bins:
@@ -227,7 +229,7 @@ class FixedChoice:
         formed = queues.formed
         if formed:
             others = [batch for batch in (*formed.returned, *formed.large) if batch not in self._set_aside]
-            if formed.fresh() or not all(self._may_be_passed(queues, batch) for batch in others):
+            if formed.has_fresh or not all(self._may_be_passed(queues, batch) for batch in others):
                 return None
         return self._idle(queues)
 
@@ -275,7 +277,10 @@ class FixedChoice:
             free = engines
         first, per_token_s = batch.first, queues.service.seconds_per_token
         fitting = [
-            engine for engine in free if engine.fits(first, self._now_s, per_token_s) and self._may_start(first, engine)
+            engine
+            for engine in free
+            if engine.fits(first, self._now_s, per_token_s)
+            and (not is_giant(first, engine.info) or self._may_start(first, engine))
         ]
         if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
             fitting = [engine for engine in fitting if engine.running] or fitting
@@ -284,10 +289,8 @@ class FixedChoice:
         return self._pool.preferred(fitting, first.request.prefixes)
 
     def _may_start(self, first: QueuedRequest, engine: EngineState) -> bool:
-        """Whether the engine's memory, which the request fits, is the request's now."""
-        if not is_giant(first, engine.info) or engine.turn.is_open_to(first, self._now_s):
-            return True
-        return self._alone and not engine.running
+        """Whether the engine's memory, which a giant request fits, is the request's now."""
+        return engine.turn.is_open_to(first, self._now_s) or (self._alone and not engine.running)
 
     def idle_after(self, queues: ModelQueues) -> bool | None:
         """`idle` after all possible starts."""

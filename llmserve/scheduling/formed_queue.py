@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Iterator
+from itertools import chain
 
 from llmserve.scheduling.fair import Share
 from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, QueuedRequest
@@ -19,6 +20,8 @@ class FormedQueue:
     are few, and kept apart, for each may have to wait for another engine.
     Large batches, whose first request needs more than its fair share of a memory, have lanes of their own once others
     may pass them: only the first of each lane is looked at, however many wait.
+
+    only : the lane, while one share's batches wait, and none is returned or large; else []
     """
 
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
@@ -28,6 +31,13 @@ class FormedQueue:
         self._returned: list[FormedBatch] = []
         self._requests = 0
         self._serial = 0
+        self.only: list[Entry] = []
+
+    def _note_only(self) -> None:
+        """Set `only`. Call when lanes have come or gone, or `returned` has changed."""
+        lanes = self._lanes
+        plain = len(lanes) == 1 and not (self._returned or self._large)
+        self.only = next(iter(lanes.values())) if plain else []
 
     def push(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -42,6 +52,7 @@ class FormedQueue:
         lane = lanes.get(batch.share)
         if lane is None:
             lane = lanes[batch.share] = []
+            self._note_only()
         heapq.heappush(lane, (batch.key, batch.id, batch.serial, batch))
         if len(lane) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
             lane[:] = [entry for entry in lane if _is_valid(entry)]
@@ -61,22 +72,27 @@ class FormedQueue:
         """Sort all batches again, for what their keys go by has changed. key : another one"""
         self._key = key or self._key
         fresh = [entry[3] for entry in self._entries()]
-        self._lanes, self._large = {}, {}
         for batch in (*fresh, *self._returned):
             batch.key = self._key(batch) if batch.requests else batch.key
+        lanes = self._lanes = {}
+        self._large = {}
         for batch in fresh:
-            batch.share = batch.least_served()
-            self._enter(batch)
+            batch.share, batch.large = batch.least_served(), False
+            lanes.setdefault(batch.share, []).append((batch.key, batch.id, batch.serial, batch))
+        for lane in lanes.values():
+            heapq.heapify(lane)
+        self._note_only()
 
     def _entries(self) -> Iterator[Entry]:
         """The valid entries, in no order."""
-        lanes = (*self._lanes.values(), *self._large.values())
-        return (entry for lane in lanes for entry in lane if _is_valid(entry))
+        entries = chain(*self._lanes.values(), *self._large.values())
+        return (entry for entry in entries if entry[3].requests and entry[2] == entry[3].serial)
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
         batch.key = self._key(batch)
         self._returned.append(batch)
+        self._note_only()
 
     def set_apart(self, batch: FormedBatch) -> FormedBatch:
         """Keep a batch apart from those that were never started, so that others can start before it. Returns it."""
@@ -84,6 +100,7 @@ class FormedQueue:
             batch.serial = 0  # its entry is void from now on
             self._returned.append(batch)
             self._drop_void(batch.share)
+            self._note_only()
         return batch
 
     def set_apart_large(self, batch: FormedBatch) -> bool:
@@ -105,25 +122,28 @@ class FormedQueue:
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """Their requests, in no order."""
-        fresh = [entry[3] for entry in self._entries()]
-        return (queued for batch in (*fresh, *self._returned) for queued in batch.requests.values())
+        batches = [*[entry[3] for entry in self._entries()], *self._returned]
+        return (queued for batch in batches for queued in batch.requests.values())
 
     @property
     def returned(self) -> list[FormedBatch]:
         """Returned batches that still hold a request, in order; parts of one batch in the order of their return."""
         if self._returned:
             self._returned = [batch for batch in self._returned if batch.requests]
+            self._note_only()
         return sorted(self._returned, key=self.turn_of) if len(self._returned) > 1 else self._returned
 
     def fresh(self, share: Share | None = None) -> FormedBatch | None:
         """The first batch that was not set apart; None when there is none. share : of this one; None: of any"""
+        lanes = self._lanes
         if share is not None:
-            lane = self._lanes.get(share)
-            return lane[0][3] if lane is not None else None
-        lanes = self._lanes.values()
-        if len(lanes) == 1:  # nearly always: one share waits
-            return next(iter(lanes))[0][3]
-        return min([lane[0] for lane in lanes])[3] if lanes else None
+            return lanes[share][0][3] if share in lanes else None
+        return min([lane[0] for lane in lanes.values()])[3] if lanes else None
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether a batch waits that was not set apart."""
+        return bool(self._lanes)
 
     @property
     def large(self) -> list[FormedBatch]:
@@ -135,7 +155,7 @@ class FormedQueue:
         of any
         """
         fresh = self.fresh(share)
-        if not self._returned and not self._large:
+        if self.only or not (self._returned or self._large):
             return fresh
         firsts = [] if fresh is None else [fresh]
         for batches in (self.returned, self.large):
@@ -159,6 +179,10 @@ class FormedQueue:
         fresh = [(*self.turn_of(entry[3]), entry[3]) for entry in self._entries()]
         returned = [(*self.turn_of(batch), batch) for batch in self.returned]
         return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
+
+    def firsts(self) -> list[FormedBatch]:
+        """`batches`, but of the large ones only the first of each share."""
+        return [batch for batch in self.batches() if not batch.large or self._large[batch.share][0][3] is batch]
 
     def remove(self, queued: QueuedRequest) -> None:
         assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"
@@ -195,11 +219,12 @@ class FormedQueue:
     def _drop_void(self, share: Share) -> None:
         """Pop void entries, so that the first batch of each of the share's lanes holds a request."""
         for lanes in (self._lanes, self._large) if self._large else (self._lanes,):
-            if (lane := lanes.get(share)) is not None:
-                while lane and not _is_valid(lane[0]):
-                    heapq.heappop(lane)
+            lane = lanes.get(share)
+            while lane and not _is_valid(lane[0]):
+                heapq.heappop(lane)
                 if not lane:
                     del lanes[share]
+                    self._note_only()
 
 
 def _is_valid(entry: Entry) -> bool:

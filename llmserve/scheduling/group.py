@@ -108,6 +108,7 @@ class Group:
             queues = self.queues.get(model)
             if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
                 del self.queues[model]
+                self.tally.held_back.pop(model, None)
         self.planned = [queues for queues in self.planned if queues.model in self.queues]
         self.timed = [queues for queues in self.timed if queues.model in self.queues]
         self.without_engine = [queues for queues in self.without_engine if queues.model in self.queues]
@@ -165,28 +166,28 @@ class Forming:
         """Whether batches may form before an engine is free. While several shares wait, only batches of one may: until
         an engine is free, nobody knows which shares will have been served least.
         """
-        return self.batch_size == 1 or len(queues.fair) <= 1
+        return self.batch_size == 1 or not queues.fair.contended
 
     def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
         """Form all batches that the release allows although no engine may be free."""
-        early = self.forms_early(queues)
-        queues.held_back = queues.held_back or not early
-        while (size := self.size(queues, queue, now_s, None)) == 1 or (size and early):
+        early = self.batch_size == 1 or not queues.fair.contended
+        if not early:
+            queues.tally.held_back[queues.model] = queues
+        while (size := self.size(queues, queue, now_s, None)) and (early or size == 1):
             self.push(queues, queue, size, now_s)
 
     def form_held_back(self, group: Group, now_s: float) -> bool:
         """Form the batches that did not form early while several shares waited, where only one waits now. True if some
         may have formed.
         """
-        if self.batch_size == 1:
+        tally = group.tally
+        if not tally.held_back:
             return False
-        found = False
-        for queues in group.tally.queues.values():
-            held_back, queues.held_back = queues.held_back, not self.forms_early(queues)
-            if held_back and not queues.held_back:
-                self.form_all_early(queues, now_s)
-                found = True
-        return found
+        alone = [q for q in tally.queues.values() if q.model in tally.held_back and self.forms_early(q)]
+        for queues in alone:
+            del tally.held_back[queues.model]
+            self.form_all_early(queues, now_s)
+        return bool(alone)
 
     def form_all_early(self, queues: ModelQueues, now_s: float) -> None:
         for queue in queues.bins:

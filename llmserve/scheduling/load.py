@@ -160,12 +160,7 @@ class Load:
 
     def __init__(self, waiting: Iterable[QueuedRequest] = ()) -> None:
         self.waits, self.calibration, self.prompts = WaitTail(), Calibration(), PromptTime()
-        self.work_us = 0
-        self.count(waiting)
-
-    def count(self, requests: Iterable[QueuedRequest], sign: int = 1) -> None:
-        """Count requests that wait from now on, or no longer. sign : -1 when they leave."""
-        self.work_us += sign * sum([queued.work_us for queued in requests])
+        self.work_us = sum([queued.work_us for queued in waiting])
 
     def tell(self, requests: Iterable[QueuedRequest], slots: int, *, trusted: bool) -> None:
         """Give requests what their turns go by. slots : of the model.  trusted : whether forecasts count"""

@@ -75,15 +75,14 @@ class MemoryTurn:
             self._since_s = now_s
         self.holder, self._seen_s = request, now_s
 
-    def start(self, request: Needs, info: EngineInfo, now_s: float) -> None:
-        """Record that the request starts; a giant does so in a turn."""
-        if self.holder is request or is_giant(request, info):
-            self.wait(request, now_s)
-            self._runs = True
+    def start(self, request: Needs, now_s: float) -> None:
+        """Record that the holder starts, or a giant, which does so in a turn."""
+        self.wait(request, now_s)
+        self._runs = True
 
-    def end(self, request: Needs, now_s: float) -> None:
-        """Record that the request no longer runs."""
-        if self._runs and self.holder is request:
+    def end(self, now_s: float) -> None:
+        """Record that the holder no longer runs."""
+        if self._runs:
             self._end(now_s)
 
     def _end(self, at_s: float) -> None:

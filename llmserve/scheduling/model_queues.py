@@ -11,7 +11,7 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.fair import FairShares, Share, cost
+from llmserve.scheduling.fair import FairShares, cost
 from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.load import Load
@@ -23,13 +23,17 @@ from llmserve.scheduling.trust import Trust
 
 
 class Tally:
-    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model."""
+    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model.
 
-    __slots__ = ("queues", "waiting")
+    held_back : queues, by model, of which batches could not form early, for several shares waited (Forming)
+    """
+
+    __slots__ = ("held_back", "queues", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
         self.queues: dict[str, ModelQueues] = {}
+        self.held_back: dict[str, ModelQueues] = {}
 
 
 class ModelQueues:
@@ -47,7 +51,6 @@ class ModelQueues:
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
     fair        the shares that compete for the model's engines; models that share an engine have the same
-    held_back   whether batches could not form early at the last dispatch, for several shares waited (Forming)
     tally       counts waiting requests of the whole group
 
     Updated after every change of the group's engines for the model:
@@ -77,13 +80,13 @@ class ModelQueues:
         self.seen, self.service = seen, ServiceTime()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
-        self.fair, self.held_back = FairShares(), False
+        self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
-        self._tally = tally or Tally()
+        self.tally = tally or Tally()
         self._batch_size, self._by_risk = batch_size, by_risk
         self._tokens = BinTokens(seen, batch_size)
 
@@ -98,18 +101,23 @@ class ModelQueues:
         elif self.no_engine_since_s is None:
             self.no_engine_since_s = now_s
 
-    def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
-        """Count requests that wait from now on, or no longer. sign : -1 when they leave."""
+    def _count(self, requests: int, work_us: int) -> None:
+        """Count requests that wait from now on, or with a minus no longer; their shares count them, too.
+
+        work_us : theirs, see Load
+        """
         if not self.waiting:
-            self._tally.queues[self.model] = self
-        self.waiting += sign * len(requests)
+            self.tally.queues[self.model] = self
+        self.waiting += requests
+        self.tally.waiting += requests
         if self.load is not None:
-            self.load.count(requests, sign)
-        for queued in requests:
-            queued.share.wait(sign)
-        self._tally.waiting += sign * len(requests)
+            self.load.work_us += work_us
         if not self.waiting:
-            del self._tally.queues[self.model]
+            del self.tally.queues[self.model]
+
+    def _work_us(self, requests: Iterable[QueuedRequest]) -> int:
+        """Their work, while anybody counts it."""
+        return sum([queued.work_us for queued in requests]) if self.load is not None else 0
 
     # ---- arrivals ----
 
@@ -136,8 +144,9 @@ class ModelQueues:
                 self.unsorted = True
         queued.sort_length = self._sort_length(queued)
         queued.share = self.fair.of(request.share, request.weight)
+        queued.share.wait()
         queue.append(queued)
-        self._count((queued,))
+        self._count(1, queued.work_us if load is not None else 0)
         return queued, queue
 
     def follow_load(self, follows: bool) -> None:
@@ -194,26 +203,28 @@ class ModelQueues:
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
             queued.group = self.group
-            queued.share = self._share_of(queued)
+            self._join_share(queued)
             queued.bin = self._index_of(queued)
             queued.sort_length = self._sort_length(queued)
             by_bin.setdefault(queued.bin, []).append(queued)
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
-        self._count(requests)
+        self._count(len(requests), self._work_us(requests))
         return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
         """Queue a batch that an engine failed or lost as a formed batch again. avoid : name of the engine."""
         batch.avoid = avoid
         for queued in batch.requests.values():
-            queued.share = self._share_of(queued)
+            self._join_share(queued)
         batch.share = batch.least_served()
         self.formed.push_returned(batch)
-        self._count(batch.requests.values())
+        self._count(len(batch.requests), self._work_us(batch.requests.values()))
 
-    def _share_of(self, queued: QueuedRequest) -> Share:
-        return self.fair.of(queued.request.share, queued.request.weight)
+    def _join_share(self, queued: QueuedRequest) -> None:
+        """Let a request wait in its share."""
+        queued.share = self.fair.of(queued.request.share, queued.request.weight)
+        queued.share.wait()
 
     def _sort_length(self, queued: QueuedRequest) -> float:
         """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
@@ -263,15 +274,16 @@ class ModelQueues:
             self.bins[queued.bin].remove(queued)
         else:
             self.formed.remove(queued)
-        self._count((queued,), -1)
+        queued.share.leave()
+        self._count(-1, -self._work_us((queued,)))
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
         """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
         started = self.formed.take(batch, count)
-        for queued in started:  # before they cease to wait: the last counter counts for shares that return
+        for queued in started:
             queued.charged = queued.cost
             queued.share.start(queued.charged, queued.request.prefixes)
-        self._count(started, -1)
+        self._count(-len(started), -self._work_us(started))
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 
@@ -280,19 +292,16 @@ class ModelQueues:
 
         answer_tokens : 0: unknown; then as forecast, or as many as `ran_s` allows, if these are fewer
         """
-        tokens = answer_tokens
-        if not tokens:
-            tokens = queued.request.choices * min(queued.likely_tokens, ran_s / self.service.seconds_per_token)
-        queued.share.charge(cost(queued.request.prompt_tokens, tokens) - queued.charged)
+        likely = queued.request.choices * min(queued.likely_tokens, ran_s / self.service.seconds_per_token)
+        queued.share.charge(cost(queued.request.prompt_tokens, answer_tokens or likely) - queued.charged)
         queued.charged = 0.0
 
     def compete(self, fair: FairShares) -> None:
         """Let the shares of this model compete with those of others, whose engines the model shares from now on."""
         self.fair = fair
         for queued in list(self._anyhow()):
-            queued.share.wait(-1)
-            queued.share = self._share_of(queued)
-            queued.share.wait(1)
+            queued.share.leave()
+            self._join_share(queued)
         self.formed.sort_all()
         for queue in self.bins:
             queue.divide()

@@ -15,6 +15,7 @@ from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import Share
 from llmserve.scheduling.group import Forming, Group, Start
+from llmserve.scheduling.memory import is_giant, is_large
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, Run
@@ -47,6 +48,8 @@ class MomentChoice:
         self._times = times
         self._now_s = now_s
         self._wakes_s: list[float] = []
+        self._set_aside: set[FormedBatch] = set()  # batches that others may pass on this engine
+        self._alone = False  # nothing else can start there
 
     def starts(self) -> Iterator[Start]:
         """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
@@ -65,6 +68,7 @@ class MomentChoice:
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
         times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s(self._now_s) for engine in engines]]
         times_s += [engine.circuit.suspects_from_s for engine in engines]
+        times_s += [engine.turn.rests_until_s for engine in engines if self._set_aside]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
@@ -89,15 +93,60 @@ class MomentChoice:
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
+        self._set_aside, self._alone = set(), False
+        while (best := self.next(engines)) is not None:
+            if self.may_start(best):
+                return self._start(best)
+            if not self.passes(best):
+                return None
+        return None
+
+    def next(self, engines: Sequence[EngineState]) -> Candidate | None:
+        """The best candidate that was not set aside, and if there is none, of those that were; None: none is left."""
         best = next(filter(None, map(partial(self._best_for, engines), self._shares(engines))), None)
         best = best or self._trial(engines)
-        return self.started(best) if best is not None else None
+        if best is None and self._set_aside and not self._alone:
+            self._set_aside, self._alone = set(), True
+            return self.next(engines)
+        return best
+
+    # ---- candidates that do not start ----
+
+    def may_start(self, candidate: Candidate) -> bool:
+        """Whether the engine's memory holds the candidate's first request, and is the request's now (memory.py)."""
+        engine, first = candidate.engine, candidate.first(self._now_s)
+        if not engine.fits(first, self._now_s, self._group.queues[candidate.model].service.seconds_per_token):
+            return False
+        if not is_giant(first, engine.info) or engine.turn.is_open_to(first, self._now_s):
+            return True
+        return self._alone and not engine.running
+
+    def passes(self, candidate: Candidate) -> bool:
+        """Set a candidate aside that cannot start now, so that others may pass it. False: it blocks the engine, as a
+        candidate that needs no more than its fair share of the memory does, and any other in its turn.
+        """
+        engine, first = candidate.engine, candidate.first(self._now_s)
+        if not is_large(first, engine.info):
+            return False
+        formed = self._group.queues[candidate.model].formed
+        batch, _ = self._batch_of(candidate)
+        if candidate.batch is None:
+            formed.push(batch)
+        is_next = formed.set_apart_large(batch)
+        self._set_aside.add(batch)
+        elsewhere = [other for other in self._pool.free_for(candidate.model) if other is not engine]
+        if not is_next or any(other.turn.holder is first for other in elsewhere):
+            return True
+        if not engine.turn.is_open_to(first, self._now_s):
+            return True
+        engine.turn.wait(first, self._now_s)
+        return False
 
     def _shares(self, engines: Sequence[EngineState]) -> Iterator[Share | None]:
         """The shares that compete for these engines, the least served first; (None,) while only one waits."""
         served = (queues for queues in self._group.tally.queues.values() if engines[0].serves(queues.model))
-        fair = next((queues.fair for queues in served), ())
-        return iter(fair) if len(fair) > 1 else iter((None,))
+        fair = next((queues.fair for queues in served), None)
+        return iter(fair) if fair is not None and fair.contended else iter((None,))
 
     def _best_for(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
         """The best candidate that holds requests of this share: all that have room, or one. share : None: of any"""
@@ -106,23 +155,23 @@ class MomentChoice:
         tries = (self._pick(engines, whose, by_least=by_least) for by_least in (False, True) for whose in options)
         return self._overdue(engines, options[-1]) or next(filter(None, tries), None)
 
-    def started(self, candidate: Candidate) -> Start | None:
-        """The start of a candidate; None while the engine's memory cannot hold it. No smaller candidate overtakes."""
-        engine, queues = candidate.engine, self._group.queues[candidate.model]
-        if not engine.fits(candidate.first(self._now_s), self._now_s, queues.service.seconds_per_token):
-            return None
-        return engine, queues, *self.take(candidate)
+    def _start(self, candidate: Candidate) -> Start:
+        return candidate.engine, self._group.queues[candidate.model], *self.take(candidate)
 
     def take(self, candidate: Candidate) -> tuple[FormedBatch, int]:
         """Take the candidate's requests: the first `count` requests of a formed batch. Forms the batch if needed."""
+        batch, count = self._batch_of(candidate)
+        if candidate.batch is None:
+            self._group.queues[batch.model].formed.hold(batch)
+        return batch, count
+
+    def _batch_of(self, candidate: Candidate) -> tuple[FormedBatch, int]:
+        """The batch that the candidate's requests are in from now on, first of all; and how many they are."""
         queues, chosen = self._group.queues[candidate.model], candidate.take(self._now_s)
-        batch = candidate.batch
-        if batch is None:
-            batch = self._forming.form(queues, candidate.queue.index, chosen, self._now_s)
-            queues.formed.hold(batch)
-        else:
-            batch.put_first(chosen)
-        return batch, len(chosen)
+        if candidate.batch is None:
+            return self._forming.form(queues, candidate.queue.index, chosen, self._now_s), len(chosen)
+        candidate.batch.put_first(chosen)
+        return candidate.batch, len(chosen)
 
     def _returned(self, engine: EngineState) -> Start | None:
         """The first returned batch of which some requests can be in time together, at least with short answers."""
@@ -267,6 +316,10 @@ class MomentChoice:
         alone = share is not None and not engine.info.barrier
         most, within = (1, None) if alone else (most, share)
         held = whose.share.waiting if whose is not None and whose.every else 1
+        formed = [batch for batch in queues.formed.firsts() if self._may_be_next(batch, share)] if queues.formed else []
+        for batch in formed:
+            if batch.large:  # it has waited longer than the requests of its bin: among equals it comes first
+                yield self._formed(engine, queues, batch, most, by_least=by_least)
         for bin_queue in queues.bins:
             assert isinstance(bin_queue, DeadlineQueue)
             queue = bin_queue.of_share(share) if alone and share is not None else bin_queue
@@ -286,10 +339,13 @@ class MomentChoice:
                 candidate.share, candidate.held = within, held
                 yield candidate
             shorter = (queue, *shorter)
-        if queues.formed:
-            for batch in queues.formed.batches():
-                if batch.avoid is None and (share is None or batch.has(share)):
-                    yield self._formed(engine, queues, batch, most, by_least=by_least)
+        for batch in formed:
+            if not batch.large:
+                yield self._formed(engine, queues, batch, most, by_least=by_least)
+
+    def _may_be_next(self, batch: FormedBatch, share: Share | None) -> bool:
+        """Whether a formed batch is a candidate. share : None: of any"""
+        return batch.avoid is None and batch not in self._set_aside and (share is None or batch.has(share))
 
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
         """The best start on a free engine, of one bin or of the formed batches; None: nothing can start."""
@@ -299,7 +355,8 @@ class MomentChoice:
         candidates = list(self._candidates(engine, queues, most, (), by_least=False))
         own = [option for option in candidates if option.batch is not None or option.queue is queues.bins[bin_index]]
         keyed = [(key, place) for place, option in enumerate(own) if (key := self._key(option)) is not None]
-        return self.started(own[min(keyed)[1]]) if keyed else None
+        best = own[min(keyed)[1]] if keyed else None
+        return self._start(best) if best is not None and self.may_start(best) else None
 
     def reserve(self, candidate: Candidate) -> FormedBatch:
         """Take the candidate's requests as a batch that is reserved for the candidate's engine."""

@@ -7,11 +7,12 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
+from typing import ClassVar
 
 import msgspec
 
 from llmserve.request import Request
-from llmserve.scheduling.fair import NOBODY, Share, cost, dealt
+from llmserve.scheduling.fair import ANSWER_WEIGHT, NOBODY, PROMPT_WEIGHT, Share, dealt
 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
@@ -75,7 +76,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     @property
     def cost(self) -> float:
         """What it will cost its share by its forecast, weighted tokens."""
-        return cost(self.request.prompt_tokens, self.request.choices * self.likely_tokens)
+        request = self.request
+        return PROMPT_WEIGHT * request.prompt_tokens + ANSWER_WEIGHT * (request.choices * self.likely_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
         """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
@@ -122,8 +124,12 @@ class BinQueue:
     Where requests of several shares wait, each taken batch is dealt between the shares (scheduling/fair.py).
 
     requests: by id, in order of arrival.  changes: number of additions and removals so far.  engines: that serve them
+    by_deadline: whether requests without a deadline have a place in the order of deadlines, too
     parts: the requests of each share, from the arrival of a second share until the queue is empty; {}: of one share
+    share: of all requests while there are no parts
     """
+
+    by_deadline: ClassVar[bool] = False
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -131,6 +137,7 @@ class BinQueue:
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.parts: dict[Share, BinQueue] = {}
+        self.share = NOBODY
         self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending, of requests with a deadline
 
     def __len__(self) -> int:
@@ -150,11 +157,14 @@ class BinQueue:
         return self._row[0][0] if self._row else math.inf
 
     def append(self, queued: QueuedRequest) -> None:
-        if self.requests and (self.parts or next(iter(self.requests.values())).share is not queued.share):
+        share, request = queued.share, queued.request
+        if self.requests and (self.parts or share is not self.share):
             self._join_part(queued)
-        self.requests[queued.request.id] = queued
+        self.share = share
+        self.requests[request.id] = queued
         self.changes += 1
-        self._note_deadline(queued)
+        if request.deadline_s is not None or self.by_deadline:
+            self._enter_row(queued)
 
     # ---- shares ----
 
@@ -184,7 +194,7 @@ class BinQueue:
         """Whether a request of the share waits here."""
         if self.parts or not self.requests:
             return share in self.parts
-        return next(iter(self.requests.values())).share is share
+        return self.share is share
 
     def in_turn(self) -> Iterator[QueuedRequest]:
         """The requests in the order in which they are taken, while all are of one share."""
@@ -213,8 +223,9 @@ class BinQueue:
     def divide(self) -> None:
         """Put the requests into parts again, for their order or their shares have changed."""
         self.parts.clear()
-        if len({queued.share for queued in self}) > 1:
-            requests = list(self)
+        requests = list(self)
+        self.share = requests[0].share if requests else NOBODY
+        if any(queued.share is not self.share for queued in requests):
             self.parts = {share: self.new_part() for share in dict.fromkeys([queued.share for queued in requests])}
             for queued in requests:
                 self.parts[queued.share].append(queued)
@@ -257,10 +268,6 @@ class BinQueue:
                 self._forget_deadline(queued)
         return requests
 
-    def _note_deadline(self, queued: QueuedRequest) -> None:
-        if queued.request.deadline_s is not None:
-            self._enter_row(queued)
-
     def _enter_row(self, queued: QueuedRequest) -> None:
         entry = (queued.deadline_s, queued.request.id)
         if self._row and entry < self._row[-1]:
@@ -293,13 +300,12 @@ class FormedBatch:
         self.serial = 0  # of its entry among the batches that were never started; 0: it has none
         self.large = False  # whether it waits in a lane of large batches
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
-        self.share = self.least_served()
+        self.share = requests[0].share if len(requests) == 1 else self.least_served()
 
     def least_served(self) -> Share:
         """The share that has been served least of those in the batch: the batch waits in its lane."""
-        if len(self.requests) == 1:
-            return self.first.share
-        return min([queued.share for queued in self.requests.values()], key=lambda share: share.place, default=NOBODY)
+        shares = dict.fromkeys([queued.share for queued in self.requests.values()])
+        return next(iter(shares)) if len(shares) == 1 else min(shares, key=lambda share: share.place, default=NOBODY)
 
     def has(self, share: Share) -> bool:
         """Whether a request of the share is in the batch."""

@@ -21,6 +21,7 @@ WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
 class Release(Protocol):
+    fills: ClassVar[bool]  # whether a free engine may increase `size`
     plans: ClassVar[bool]  # whether the release follows a plan
     waits: ClassVar[bool]  # whether `size` may be less than a free engine would take
 
@@ -49,6 +50,7 @@ class Release(Protocol):
 
 class _OldestFirst:
     plans: ClassVar[bool] = False
+    fills: ClassVar[bool] = True
     waits: ClassVar[bool] = True
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
@@ -59,6 +61,7 @@ class _OldestFirst:
 class Full(_OldestFirst):
     """Release a batch when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
+    fills: ClassVar[bool] = False
     timed: ClassVar[bool] = False
 
     batch_size: int

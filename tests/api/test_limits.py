@@ -13,7 +13,7 @@ from llmserve.api.limits import Account, KeyCharge, KeyLimits, Keys
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import BadRequest, ConfigError, RateLimited, Unauthorized
-from llmserve.request import Call
+from llmserve.request import Call, Request
 from llmserve.settings import ApiConfig
 from predictor.prompt import Prompt
 
@@ -58,7 +58,12 @@ class Clock:
 
 
 class Times:
-    """Waiting requests start in as many seconds as their id says, and run for 7 s."""
+    """Waiting requests start in as many seconds as their id says, and run for 7 s; one more would start in `one_more_s`."""
+
+    one_more_s: float | None = None
+
+    def next_s(self, request: Request) -> float | None:
+        return self.one_more_s
 
     def start_s(self, call: InFlightCall) -> float | None:
         return 0.0 if call.receipt is not None else float(call.request.id)
@@ -158,6 +163,31 @@ def test_a_longer_answer_than_reserved_is_a_debt_that_the_refill_pays() -> None:
     assert refusal.value.retry_after_s == pytest.approx(15.0)  # 150 tokens at 10 a second
     clock.now_s = 15.0
     charged(account, 0, 50)
+
+
+@pytest.mark.parametrize(("one_more_s", "expected"), [(None, 15.0), (9.0, 15.0), (40.0, 40.0)])
+def test_retry_after_of_an_empty_bucket_is_the_later_of_its_refill_and_the_keys_next_start(
+    one_more_s: float | None, expected: float
+) -> None:
+    limits = limits_of(Limits(tokens_per_minute=600))
+    limits.times = times = Times()
+    times.one_more_s = one_more_s
+    account = limits.acquire("alice")
+    charged(account, 0, 600)
+    with pytest.raises(RateLimited) as refusal:
+        charged(account, 0, 150)
+    assert refusal.value.retry_after_s == pytest.approx(expected)
+
+
+def test_retry_after_of_too_many_requests_a_minute_is_no_earlier_than_the_keys_next_start() -> None:
+    limits = limits_of(Limits(requests_per_minute=30, tokens_waiting=1_000))
+    limits.times = times = Times()
+    for _ in range(30):
+        charged(limits.acquire("alice"), 0, 1)
+    times.one_more_s = 40.0
+    with pytest.raises(RateLimited) as refusal:
+        limits.acquire("alice")
+    assert refusal.value.retry_after_s == pytest.approx(40.0)
 
 
 def test_a_request_larger_than_the_bucket_is_no_matter_of_time() -> None:

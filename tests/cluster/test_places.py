@@ -72,6 +72,33 @@ def test_the_least_served_share_is_next() -> None:
     assert [request_id for request_id in order if request_id != 4] == [1, 2, 3]
 
 
+def test_one_more_of_a_share_would_start_after_its_own_and_before_those_of_a_flood() -> None:
+    """One slot; a request ends each second, and six wait."""
+    scheduler = scheduler_of()
+    for request_id in range(1, 9):
+        arrive(scheduler, request_id, share="flood", at_s=0.1)
+    for request_id in range(3):
+        scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 1.0 * (request_id + 1))
+    arrive(scheduler, 9, share="modest", at_s=3.0)
+    places = Places(scheduler, Clock())
+
+    def next_s(share: str) -> float | None:
+        return places.next_s(Request(-1, 4.0, share=share))
+
+    assert next_s("flood") == pytest.approx(7.0), "five of its own wait, and one of another share"
+    assert next_s("modest") == pytest.approx(4.0), "its own, and two of the flood: of equals the older share is next"
+    assert next_s("new") == pytest.approx(3.0), "one of each of the older shares"
+
+
+def test_one_more_starts_at_once_where_a_slot_is_free_and_never_without_an_engine() -> None:
+    scheduler = scheduler_of()
+    scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 1.0)
+    assert Places(scheduler, Clock()).next_s(Request(1)) == 0.0
+    assert Places(scheduler, Clock()).next_s(Request(1, model="unknown")) is None
+    scheduler.handle(EngineLost("gpu0"), 2.0)
+    assert Places(scheduler, Clock()).next_s(Request(1)) is None
+
+
 def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> None:
     scheduler = scheduler_of()
     for request_id in (1, 2, 3, 4):

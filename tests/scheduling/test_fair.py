@@ -13,7 +13,8 @@ from fair_worlds import Ask, Clients, gaps
 from llmserve.policies import SchedulingConfig
 from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.fair import FairShares, cost
+from llmserve.scheduling.fair import FairShares, Share, cost
+from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
@@ -178,8 +179,8 @@ def test_the_gap_between_shares_that_wait_never_exceeds_vtcs_bound(first: int) -
 def test_the_law_finds_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these makes some share be served too much: the law must see it."""
     faults: list[tuple[object, str, object]] = [
-        (FairShares, "charge", lambda self, share, tokens: None),
-        (FairShares, "__len__", lambda self: 1),
+        (Share, "start", lambda self, tokens, prefixes: self.leave()),
+        (FixedChoice, "_next_shares", lambda self, startable: {}),
         (FairShares, "__iter__", lambda self: iter([share for *_, share in reversed(self._row)])),
     ]
     for owner, name, fault in faults:

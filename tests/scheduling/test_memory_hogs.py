@@ -10,9 +10,10 @@ from itertools import count
 import pytest
 
 from llmserve.policies import SchedulingConfig
+from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.memory import REST, MemoryTurn, is_large
+from llmserve.scheduling.memory import REST, MemoryTurn, is_giant, is_large
 from llmserve.scheduling.messages import EngineReady, Event, RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.queues import QueuedRequest
 
@@ -60,7 +61,6 @@ def rates(order: str, *hogs: Request, service_s: float = SERVICE_S, engines: int
     return answers["modest"] / RUN_S, answers["hogs"] / RUN_S
 
 
-ORDERS = ("fffs", "shortest", "boost")
 CLAIMS_ALL = Request(0, predicted_tokens=CACHE, prompt_tokens=10)
 HOGS = {
     "n = 128": Request(0, predicted_tokens=20, prompt_tokens=10, choices=128),
@@ -141,12 +141,12 @@ class Held:
 
 
 def test_a_turn_ends_with_its_holder_and_is_followed_by_a_longer_rest() -> None:
-    turn, info = MemoryTurn(), EngineInfo("e", 4, False, tokens_max=100)
+    turn = MemoryTurn()
     first, second = Held(80), Held(80)
     turn.wait(first, 1.0)
-    turn.start(first, info, 2.0)
+    turn.start(first, 2.0)
     assert not turn.is_open_to(second, 3.0)
-    turn.end(first, 5.0)
+    turn.end(5.0)
     assert turn.rests_until_s == 5.0 + REST * 4.0
     assert not turn.is_open_to(second, turn.rests_until_s - 0.1)
     assert turn.is_open_to(second, turn.rests_until_s)
@@ -163,9 +163,9 @@ def test_the_turn_of_a_holder_that_leaves_ended_when_others_last_waited_for_it()
 
 
 def test_only_what_needs_most_of_the_memory_needs_a_turn_to_start() -> None:
-    turn, info = MemoryTurn(), EngineInfo("e", 4, False, tokens_max=100)
-    turn.start(Held(50), info, 1.0)
-    assert turn.holder is None
+    info = EngineInfo("e", 4, False, tokens_max=100)
+    assert is_giant(Held(51), info)
+    assert not is_giant(Held(50), info)
     assert is_large(Held(26), info)
     assert not is_large(Held(25), info)
     assert not is_large(Held(80), EngineInfo("static", 4, True, tokens_max=100))

@@ -79,7 +79,11 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
             assert queues.load.work_us == work_us, f"{model!r} has {work_us} us of waiting work, not its load's"
         row = queues.fair._row
         assert row == sorted(row, key=lambda entry: entry[:2]), "shares are out of order"
-        assert all((served, number) == share.place for served, number, share in row), "a share is not where it was put"
+        assert queues.fair.contended == (len(row) > 1), "a share waits alone, or does not"
+        places = [share.place for *_, share in row] if queues.fair.contended else []  # of one alone, they may be old
+        assert all(entry[:2] == place for entry, place in zip(row, places, strict=False)), (
+            "a share is not where it was put"
+        )
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     for fair in {queues.fair for queues in group.queues.values()}:
         competing = {queues.model for queues in group.queues.values() if queues.fair is fair}
@@ -129,8 +133,10 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         shares = list(choice._shares(engines)) if engines else []
         for share, by_least in product(shares, (False, True)):
             whose = Whose(share, every=False) if share is not None else None
-            in_time = choice._pick(engines, whose, by_least=by_least) or choice._trial(engines)
-            assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
+            while in_time := choice._pick(engines, whose, by_least=by_least) or choice._trial(engines):
+                assert not choice.may_start(in_time), f"{name} is idle while {in_time.count} could be in time"
+                if not choice.passes(in_time):
+                    break
 
 
 def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:

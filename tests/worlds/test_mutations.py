@@ -380,7 +380,7 @@ def the_latest_deadline_that_can_be_met_goes_first(patch: Patch) -> None:
 def cancelled_requests_still_count_as_waiting(patch: Patch) -> None:
     def leave(self: ModelQueues, queued: QueuedRequest) -> None:
         original_leave(self, queued)
-        self._tally.waiting += 1
+        self.tally.waiting += 1
 
     original_leave = ModelQueues.leave
     patch.setattr(ModelQueues, "leave", leave)
