@@ -174,14 +174,15 @@ def plan(
     needs = needs_of(instance, streams)
     need = by_model(instance, streams, needs)
     task, order = task_of(instance, need, as_printed)
-    search = Search(task, began_s + SEARCHING * time_limit_s, on_found)
+    searching_from_s = time.perf_counter()  # the limit is the search's own: reading millions of streams takes seconds
+    search = Search(task, searching_from_s + SEARCHING * time_limit_s, on_found)
     result = search.run()
     if result is None:
         raise NoPlan(why_not(instance, need, as_printed, search))
     grouping, moves = result.grouping, None
     names = _group_names([], task.groups)
     if not as_printed:
-        grouping = levelled(task, result.tolerance, grouping, began_s + time_limit_s)
+        grouping = levelled(task, result.tolerance, grouping, searching_from_s + time_limit_s)
     if previous is not None:
         models = [instance.models[k].name for k in order]
         grouping, names, moves = _with_few_moves(search, result.tolerance, grouping, previous, models)
