@@ -244,7 +244,8 @@ def streams_of(instance: Instance) -> Streams:
 
 def _check_pairs(names: Sequence[str], models: Sequence[str], model: Ints) -> None:
     """Raises ConfigError on a duplicate stream. Only streams whose hashes are equal are compared: there are millions."""
-    hashes = np.fromiter(map(hash, names), dtype=np.int64, count=len(names)) + HASH_STEP * model  # overflow is harmless
+    hashes = np.fromiter(map(hash, names), dtype=np.int64, count=len(names))
+    hashes += HASH_STEP * model  # integers of arrays overflow without harm
     ordered = np.sort(hashes)
     shared = ordered[1:][ordered[1:] == ordered[:-1]]
     if shared.size:

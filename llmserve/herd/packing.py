@@ -11,7 +11,7 @@ An optimum leaves two choices. `levelled` evens the loads of the groups by packi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, product
 
@@ -134,7 +134,8 @@ def _one_filled(task: Task, models: Ints) -> list[int]:
     """The members of a group that takes each next model whose memory and load still fit."""
     memory_left, load_left = 1.0 + ROUNDING, task.size_max + ROUNDING
     first = int(models.min())  # the model of largest need, which needs the most GPUs
-    members, fitting = [], np.append(first, models[models != first])
+    members: list[int] = []
+    fitting = np.append(first, models[models != first])
     while True:  # a model that does not fit now does not fit later
         fitting = fitting[(task.memory[fitting] <= memory_left) & (task.load[fitting] <= load_left)]
         if not fitting.size:

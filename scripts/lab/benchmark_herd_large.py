@@ -91,10 +91,12 @@ def table(rows: Sequence[Row]) -> str:
     for (kind, models, groups), same in group(rows, "kind", "models", "groups_max").items():
         gap = max(values(same, "gap"))
         lines.append(
-            [f"{models * STREAMS_A_MODEL:,}", f"{models:,}", str(groups), kind]
-            + [f"{median(same, 'command_s'):.0f}", f"{max(values(same, 'command_s')):.0f}"]
-            + [f"{median(same, 'plan_s'):.0f}", "0" if gap == 0 else f"{gap:.2%}"]
-            + [f"{max(values(same, 'load_max')):.0%}", f"{max(values(same, 'memory_gib')):.1f}"]
+            [
+                *(f"{models * STREAMS_A_MODEL:,}", f"{models:,}", str(groups), kind),
+                *(f"{median(same, 'command_s'):.0f}", f"{max(values(same, 'command_s')):.0f}"),
+                *(f"{median(same, 'plan_s'):.0f}", "0" if gap == 0 else f"{gap:.2%}"),
+                *(f"{max(values(same, 'load_max')):.0%}", f"{max(values(same, 'memory_gib')):.1f}"),
+            ]
         )
     return markdown(head, lines)
 
