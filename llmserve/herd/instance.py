@@ -243,7 +243,7 @@ def streams_of(instance: Instance) -> Streams:
 
 
 def _check_pairs(names: Sequence[str], models: Sequence[str], model: Ints) -> None:
-    """Raises ConfigError on a duplicate stream. Only streams whose hashes are equal are compared: there are millions."""
+    """Raises ConfigError on a duplicate stream. Streams may be millions: only those of equal hashes are compared."""
     hashes = np.fromiter(map(hash, names), dtype=np.int64, count=len(names))
     hashes += HASH_STEP * model  # integers of arrays overflow without harm
     ordered = np.sort(hashes)

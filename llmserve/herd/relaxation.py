@@ -108,9 +108,18 @@ def _stages(size_min: Ints, load: Floats, memory: Floats, task: Task, groups: in
             going, begun = going[begun < size_min.size], begun[begun < size_min.size]
         low, high = going + size_min[begun], np.minimum(going + task.size_max, task.gpus)
         open_ = low <= high
-        marks = np.bincount(low[open_], minlength=task.gpus + 2) - np.bincount(high[open_] + 1, minlength=task.gpus + 2)
-        reached = np.cumsum(marks)[:-1] > 0
+        reached = _covered(low[open_], high[open_], gpus.size)
     return stages
+
+
+def _covered(low: Ints, high: Ints, size: int) -> Bools:
+    """(size,) whether a number is in some interval low .. high."""
+    covered = np.zeros(size, dtype=bool)
+    if low.size:
+        begin, end = int(low.min()), int(high.max()) + 1
+        marks = np.bincount(low - begin, minlength=end - begin + 1) - np.bincount(high + 1 - begin)
+        covered[begin:end] = np.cumsum(marks)[:-1] > 0
+    return covered
 
 
 def _load_max(load: Floats, memory: Floats, groups: Ints) -> Floats:
