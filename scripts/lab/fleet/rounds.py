@@ -53,6 +53,7 @@ class Settings:
 class Results:
     """What came of the requests, in the order of their ends, and how much work it was.
 
+    tokens           that the request got; offered_tokens : that its answer has
     waited_s         until the last start on an engine; NaN: never started
     groups           number of groups that had the request
     sent, routed     requests; decisions of doors, which are more where a request needs another group
@@ -67,6 +68,7 @@ class Results:
     ended_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
+    offered_tokens: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     bursts: list[bool] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Results:
         self.ended_s.append(ended.at_s)
         self.waited_s.append(float("nan") if start_s is None else start_s - held.sent.at_s)
         self.tokens.append(ended.tokens)
+        self.offered_tokens.append(held.sent.tokens)
         self.groups.append(held.groups)
         self.bursts.append(held.sent.burst)
         self.outcomes.append(ended.outcome)
