@@ -4,13 +4,13 @@
     python scripts/lab/benchmark_fleet.py --output docs/results/fleet.json --plot docs/results/fleet.png
 
 The real scheduler runs in each group; engines are simulated (4 slots, 20 ms a token, 0.2 s before the first). 85 pools
-of 4 models have 10 groups each. The day's curve passes in 300 s: rates, restarts and exchanges keep their real speed,
+of 4 models have 10 groups each. The day's curve passes in 240 s: rates, restarts and exchanges keep their real speed,
 only the curve is faster. At its peak the load is 85 % of the capacity of all GPUs; a third of the models has a burst,
 20 s of three times its rate, the excess from a single key. 20 nodes of 8 GPUs and 2 racks of 8 nodes die for 60 s, and
 the scheduler of a lost group is back after 10 s. Answers have 400 tokens on average; the deadline is 60 s.
 
     day       the fleet as described
-    calm      the same fleet and requests, and nothing dies
+    calm      a tenth of the fleet, and nothing dies
     alone     85 groups as large, each alone in its pool, with its own door, with the same traffic for each GPU
     full      a tenth of the fleet for a minute at 130 % of the capacity, without bursts or deaths; "full, alone" beside
     step      what a step of one group's scheduler costs while 1, 85 or 850 groups are there; beside it, a step of one
@@ -55,7 +55,7 @@ BIN_S = 5.0
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--span-s", type=float, default=300.0, help="simulated seconds of the day")
+    parser.add_argument("--span-s", type=float, default=240.0, help="simulated seconds of the day")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the GPUs, groups, pools and doors")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -64,7 +64,7 @@ def main() -> None:
     day = fleet_of(args.span_s, args.scale, args.seed, args.processes)
     runs = {
         "day": day,
-        "calm": replace(day, deaths=Deaths()),
+        "calm": replace(fleet_of(args.span_s, 0.1 * args.scale, args.seed, 1), deaths=Deaths()),
         "alone": alone_of(args.span_s, args.seed),
         "full": full(fleet_of(FULL_S, 0.1 * args.scale, args.seed, 1)),
         "full, alone": full(alone_of(FULL_S, args.seed)),
@@ -80,7 +80,7 @@ def main() -> None:
     if args.output:
         write_json(args.output, rounded({**day_and_machine(), "runs": summaries, "steps": steps}))
     if args.plot:
-        draw(day, results, args.plot)
+        draw(runs, results, args.plot)
 
 
 # ---- the fleets -----------------------------------------------------------------------------------------------------
@@ -261,13 +261,14 @@ def step_table(steps: Sequence[dict[str, float]]) -> str:
 # ---- the picture ----------------------------------------------------------------------------------------------------
 
 
-def draw(day: Settings, results: dict[str, Results], path: Path) -> None:
+def draw(runs: dict[str, Settings], results: dict[str, Results], path: Path) -> None:
     """Goodput, p99 of the latency, and what is down, over the day."""
     figure, axes = new_figure(3, 1, width=9, height=8, sharex=True, height_ratios=(3, 3, 2))
     goodput, latency, down = axes[:, 0]
+    day = runs["day"]
     bins_s = np.arange(0.0, day.traffic.span_s + BIN_S, BIN_S)
     for name, colour in (("alone", GREY), ("calm", GREEN), ("day", ORANGE)):
-        of, gpus = results[name], GPUS // 10 if name == "alone" else sum(len(place.engines) for place in day.places)
+        of, gpus = results[name], sum(len(place.engines) for place in runs[name].places)
         done = np.array(of.outcomes) == "completed"
         ended, arrived = np.array(of.ended_s)[done], np.array(of.arrived_s)[done]
         tokens, burst = np.array(of.tokens)[done], np.array(of.bursts)[done]

@@ -98,7 +98,16 @@ def make(kind: str, size: int, seed: int) -> Instance:
     return drawn_instance(size, seed, load=load, memory=memory, groups=GROUPS, gpus_max=round(size * share))
 
 
-def drawn_instance(size: int, seed: int, *, load: float, memory: float, groups: int, gpus_max: int) -> Instance:
+def drawn_instance(
+    size: int,
+    seed: int,
+    *,
+    load: float,
+    memory: float,
+    groups: int,
+    gpus_max: int,
+    streams_a_model: int = STREAMS_A_MODEL,
+) -> Instance:
     """size : number of models, and of GPUs.  load : share of the GPUs.  memory : share of the memory of all groups"""
     rng = np.random.default_rng(seed)
     names = [f"{name}-{number}" for number, name in zip(range(size), rng.choice(list(TABLE_4), size), strict=True)]
@@ -110,7 +119,7 @@ def drawn_instance(size: int, seed: int, *, load: float, memory: float, groups: 
         Model(name, *(float(value) for value in (model_gb, *model_ms)))
         for name, model_gb, model_ms in zip(names, memory_gb, times_ms, strict=True)
     )
-    model_of = np.repeat(np.arange(size), STREAMS_A_MODEL)
+    model_of = np.repeat(np.arange(size), streams_a_model)
     weight = rng.lognormal(0.0, 1.0, size)[model_of] * rng.lognormal(0.0, 1.0, model_of.size)
     slo_s = np.where(times_ms[model_of, 0] > SLOW_ALPHA_MS, SLOW_SLO_S, rng.choice(SLOS_S, model_of.size))
     streams = StreamColumns([f"s{k}" for k in range(model_of.size)], [names[k] for k in model_of], weight, slo_s)
