@@ -156,18 +156,26 @@ class SimulatedCluster:
         arrivals : (time_s, request), times non-decreasing.  flush : after the last arrival the bins release their
         partial batches; otherwise the requests of partial batches are cancelled at the end.
         """
+        self.begin()
+        for at_s, request in arrivals:
+            self.advance(at_s)
+            self.arrive(request)
+        if flush:
+            self._step(DrainRequested())
+        self.advance(math.inf)
+        for request_id in sorted(self.scheduler.requests):
+            self._step(RequestCancelled(request_id))
+
+    def begin(self) -> None:
+        """Announce the engines: what `run` does first. With `advance` and `arrive` a caller runs a part of the time."""
         for engine, scheduled in self._engines.values():
             is_late = engine.info.name in self._late
             self._step(EngineExpected(engine.info) if is_late else EngineReady(engine.info))
             self._schedule(scheduled)
-        for at_s, request in arrivals:
-            self._advance(at_s)
-            self._step(RequestArrived(request if self._predict is None else self._predict(request)))
-        if flush:
-            self._step(DrainRequested())
-        self._advance(math.inf)
-        for request_id in sorted(self.scheduler.requests):
-            self._step(RequestCancelled(request_id))
+
+    def arrive(self, request: Request) -> None:
+        """A request arrives now."""
+        self._step(RequestArrived(request if self._predict is None else self._predict(request)))
 
     def notify(self, event: Event, at_s: float) -> None:
         """Give the scheduler this event at this time. Events of one instant keep the order in which they were made.
@@ -177,7 +185,7 @@ class SimulatedCluster:
         assert at_s >= self.now_s, f"{event} comes at {self.now_s}, too late for {at_s}"
         self._schedule(_Scheduled(_Once(at_s, lambda: event)))
 
-    def _advance(self, until_s: float) -> None:
+    def advance(self, until_s: float) -> None:
         """Carry out all events up to and including `until_s` (inf: all)."""
         heap = self._heap
         while True:

@@ -22,6 +22,7 @@ The modules, from the problem to the plan:
     relaxation          proves that a t is too large
     packing             finds greedily that a t is feasible, for most feasible t; levels the loads
     milp                decides whether a t is feasible, by scipy's HiGHS
+    repair              keeps a previous grouping where it is possible, of any number of models
     planning            `plan` and `replan`: all steps; few models change groups since a previous plan; the plan:
                         groups, models, streams, as a file that the server reads
 """

@@ -33,6 +33,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 ROUNDING = 1e-9  # relative error of products and sums of floating-point numbers
+HASH_STEP = 0x1E3779B97F4A7C15  # between the hashes of one name with two models
 SLACK = 2e-6  # GPUs, or memories of one GPU: a little more than HiGHS's tolerance for a violated row
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -230,7 +231,6 @@ def streams_of(instance: Instance) -> Streams:
     names, models = _texts(columns.name), _texts(columns.model)
     if len(models) != len(names):
         raise ConfigError(f"streams: there are {len(names):,} names and {len(models):,} models")
-    no_duplicates(list(zip(names, models, strict=True)), "stream")
     index = _index(instance)
     try:
         model = np.fromiter(map(index.__getitem__, models), dtype=np.int64, count=len(models))
@@ -238,7 +238,19 @@ def streams_of(instance: Instance) -> Streams:
         unknown = error.args[0]
         name = names[models.index(unknown)]
         raise ConfigError(f"stream {name!r}: unknown model {unknown!r}{nearest(unknown, index)}") from None
+    _check_pairs(names, models, model)
     return Streams(names, model, *(_column(columns, field, names) for field in ("rate_per_s", "slo_s", "gpus_needed")))
+
+
+def _check_pairs(names: Sequence[str], models: Sequence[str], model: Ints) -> None:
+    """Raises ConfigError on a duplicate stream. Streams may be millions: only those of equal hashes are compared."""
+    hashes = np.fromiter(map(hash, names), dtype=np.int64, count=len(names))
+    hashes += HASH_STEP * model  # integers of arrays overflow without harm
+    ordered = np.sort(hashes)
+    shared = ordered[1:][ordered[1:] == ordered[:-1]]
+    if shared.size:
+        suspects = np.flatnonzero(np.isin(hashes, shared)).tolist()
+        no_duplicates([(names[at], models[at]) for at in suspects], "stream")
 
 
 def _index(instance: Instance) -> dict[str, int]:

@@ -21,6 +21,7 @@ from llmserve.herd.instance import Bools, Floats, Ints
 from llmserve.herd.task import Grouping, Task
 
 WHOLE_SIZE = 4_000  # models * groups; in larger programmes HiGHS may overrun its time limit by far
+PROGRAMME_MAX = 200_000  # models * groups; a larger programme would take minutes and gigabytes before HiGHS begins
 FREED = 100  # models placed anew at once when there are more models
 INFEASIBLE = 2  # scipy's status
 
@@ -34,7 +35,10 @@ def decide(
     preferred : (models, groups) preferred groups; the grouping then has as many models in preferred groups as possible.
 
     Without `fixed` and `preferred` all groups are alike. Their sizes must then fall, to exclude equivalent groupings.
+    A programme above PROGRAMME_MAX is not tried: (None, False).
     """
+    if task.need.size * task.groups > PROGRAMME_MAX:
+        return None, False
     scipy = scipy_optimize()
     programme = _Programme(task, tolerance, task.groups if preferred is None else preferred.shape[1])
     programme.add_all(in_order=preferred is None and fixed is None)

@@ -11,7 +11,7 @@ An optimum leaves two choices. `levelled` evens the loads of the groups by packi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, product
 
@@ -120,28 +120,31 @@ def in_turn(task: Task, size_min: Ints) -> Iterator[Ints]:
         group = np.full(size_min.size, -1)
         count = 0
         for kind in range(int(task.kind.max()) + 1):
-            remaining = order[task.kind[order] == kind].tolist()
-            while remaining and count < task.groups:
-                members, remaining = _one_filled(task, remaining)
+            remaining = order[task.kind[order] == kind]
+            while remaining.size and count < task.groups:
+                members = _one_filled(task, remaining)
                 group[members] = count
+                remaining = remaining[group[remaining] < 0]
                 count += 1
         if (group >= 0).all():
             yield group
 
 
-def _one_filled(task: Task, models: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(members of a group, remaining models): the group takes each next model whose memory and load still fit."""
+def _one_filled(task: Task, models: Ints) -> list[int]:
+    """The members of a group that takes each next model whose memory and load still fit."""
     memory_left, load_left = 1.0 + ROUNDING, task.size_max + ROUNDING
-    first = min(models)  # the model of largest need, which needs the most GPUs
-    members, remaining = [], []
-    for k in (first, *(k for k in models if k != first)):
-        if task.memory[k] <= memory_left and task.load[k] <= load_left:
-            memory_left -= task.memory[k]
-            load_left -= task.load[k]
-            members.append(k)
-        else:
-            remaining.append(k)
-    return members, remaining
+    first = int(models.min())  # the model of largest need, which needs the most GPUs
+    members: list[int] = []
+    fitting = np.append(first, models[models != first])
+    while True:  # a model that does not fit now does not fit later
+        fitting = fitting[(task.memory[fitting] <= memory_left) & (task.load[fitting] <= load_left)]
+        if not fitting.size:
+            return members
+        k = int(fitting[0])
+        memory_left -= float(task.memory[k])
+        load_left -= float(task.load[k])
+        members.append(k)
+        fitting = fitting[1:]
 
 
 # ---- choices among optima -----------------------------------------------------------------------------------------

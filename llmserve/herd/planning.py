@@ -4,10 +4,11 @@
     plan      the plan of an instance: the search for the largest least burst tolerance, and the choice among optima
     replan    the plan for other rates: optimal too, with few models that change groups
 
-There are three ways to keep models in the groups of a previous plan. If the previous groups are optimal, every model
+There are four ways to keep models in the groups of a previous plan. If the previous groups are optimal, every model
 stays (1). Otherwise HiGHS searches the optimal grouping in which the most models stay; of very many models it places
 only some anew (2). The grouping found without the previous plan is a candidate too, its groups named after the previous
-groups that share most models with them (3). The plan takes the candidate of (2) and (3) with fewer moves.
+groups that share most models with them (3), and so are the previous groups, repaired greedily (4). The plan takes the
+candidate of (2) to (4) with the fewest moves.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from llmserve.herd.instance import (
 )
 from llmserve.herd.milp import FREED, WHOLE_SIZE, decide, scipy_optimize
 from llmserve.herd.packing import levelled, with_spare
+from llmserve.herd.repair import repaired
 from llmserve.herd.search import OnFound, Search, why_not
 from llmserve.herd.task import Grouping, Task, by_model, needs_of, task_of
 
@@ -174,14 +176,15 @@ def plan(
     needs = needs_of(instance, streams)
     need = by_model(instance, streams, needs)
     task, order = task_of(instance, need, as_printed)
-    search = Search(task, began_s + SEARCHING * time_limit_s, on_found)
+    searching_from_s = time.perf_counter()  # the limit is the search's own: reading millions of streams takes seconds
+    search = Search(task, searching_from_s + SEARCHING * time_limit_s, on_found)
     result = search.run()
     if result is None:
         raise NoPlan(why_not(instance, need, as_printed, search))
     grouping, moves = result.grouping, None
     names = _group_names([], task.groups)
     if not as_printed:
-        grouping = levelled(task, result.tolerance, grouping, began_s + time_limit_s)
+        grouping = levelled(task, result.tolerance, grouping, searching_from_s + time_limit_s)
     if previous is not None:
         models = [instance.models[k].name for k in order]
         grouping, names, moves = _with_few_moves(search, result.tolerance, grouping, previous, models)
@@ -282,6 +285,8 @@ def _with_few_moves(
         fixed = None if preferred.size <= WHOLE_SIZE else _some_freed(before)
         decided, _ = decide(task, tolerance, min(search.left_s, MOVES_S), preferred, fixed)
         candidates += [] if decided is None else [decided]
+    if stayed is None and (patched := repaired(task, tolerance, before, len(names))) is not None:
+        candidates.append(patched)
     moves = [int(np.count_nonzero((before >= 0) & (candidate.group != before))) for candidate in candidates]
     best = int(np.argmin(moves))
     return candidates[best], names, moves[best]

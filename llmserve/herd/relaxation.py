@@ -75,40 +75,59 @@ class _Stage:
     """The state after j groups of one affinity set, by the GPUs of these groups together: (gpus + 1,) each.
 
     reached  whether the groups can have this number of GPUs
-    begun    most models, in the order of falling need, that the groups can hold by memory and load
+    by_load  most models, in the order of falling need, that GPUs can hold by load; the same array for all stages
+    fitting  most models, in the same order, that the groups can hold by memory
     """
 
     reached: Bools
-    begun: Ints
+    by_load: Ints
+    fitting: int
+
+    @property
+    def begun(self) -> Ints:
+        """Most models, in the order of falling need, that the groups can hold by memory and load."""
+        return np.minimum(self.by_load, self.fitting)
 
 
 def _stages(size_min: Ints, load: Floats, memory: Floats, task: Task, groups: int) -> list[_Stage]:
     """Stages of 0, 1, ..., groups groups of one affinity set. size_min, load, memory : (models,) by falling need."""
-    gpus = np.arange(task.gpus + 1)
-    by_memory = np.append(0.0, np.cumsum(memory))
+    gpus, numbers = np.arange(task.gpus + 1), np.arange(groups + 1)
+    slack = SLACK * np.maximum(numbers, 1)
+    fitting = np.searchsorted(np.append(0.0, np.cumsum(memory)), numbers + slack, side="right") - 1
     by_load = np.searchsorted(np.append(0.0, np.cumsum(load)), gpus + SLACK, side="right") - 1
-    reached = gpus == 0
     idle = task.gpus - float(task.load.sum())  # most GPUs without load, in all groups together
+    limits = np.searchsorted(gpus, idle + _load_max(load, memory, numbers) + slack, side="right")
+    reached = gpus == 0
     stages = []
-    for number in range(groups + 1):
-        fitting = int(np.searchsorted(by_memory, number + SLACK * max(number, 1), side="right")) - 1
-        begun = np.minimum(by_load, fitting)
-        reached &= gpus <= idle + _load_max(load, memory, number) + SLACK * max(number, 1)
-        stages.append(_Stage(reached, begun))
-        going = np.flatnonzero(reached & (begun < size_min.size))
-        low = gpus[going] + size_min[begun[going]]
-        high = np.minimum(gpus[going] + task.size_max, task.gpus)
+    for fits, limit in zip(fitting.tolist(), limits.tolist(), strict=True):
+        reached[limit:] = False
+        stages.append(_Stage(reached, by_load, fits))
+        going = np.flatnonzero(reached)
+        begun = np.minimum(by_load[going], fits)
+        if fits >= size_min.size:  # where all models are held, no further group begins
+            going, begun = going[begun < size_min.size], begun[begun < size_min.size]
+        low, high = going + size_min[begun], np.minimum(going + task.size_max, task.gpus)
         open_ = low <= high
-        marks = np.bincount(low[open_], minlength=task.gpus + 2) - np.bincount(high[open_] + 1, minlength=task.gpus + 2)
-        reached = np.cumsum(marks)[:-1] > 0
+        reached = _covered(low[open_], high[open_], gpus.size)
     return stages
 
 
-def _load_max(load: Floats, memory: Floats, groups: int) -> float:
-    """The largest load of models, or parts of models, that fit into the memory of so many groups."""
+def _covered(low: Ints, high: Ints, size: int) -> Bools:
+    """(size,) whether a number is in some interval low .. high."""
+    covered = np.zeros(size, dtype=bool)
+    if low.size:
+        begin, end = int(low.min()), int(high.max()) + 1
+        marks = np.bincount(low - begin, minlength=end - begin + 1) - np.bincount(high + 1 - begin)
+        covered[begin:end] = np.cumsum(marks)[:-1] > 0
+    return covered
+
+
+def _load_max(load: Floats, memory: Floats, groups: Ints) -> Floats:
+    """(numbers,) the largest load of models, or parts of models, that fit into the memory of so many groups."""
     order = np.argsort(-load / memory, kind="stable")
     filled = np.append(0.0, np.cumsum(memory[order]))
-    return float(np.interp(groups * (1 + SLACK), filled, np.append(0.0, np.cumsum(load[order]))))
+    most: Floats = np.interp(groups * (1 + SLACK), filled, np.append(0.0, np.cumsum(load[order])))
+    return most
 
 
 def _least_gpus(stages: Sequence[_Stage], models: int) -> Ints:

@@ -29,6 +29,7 @@ from llmserve.errors import ConfigError
 from llmserve.herd.instance import ROUNDING, SLACK, Bools, Floats, Instance, Ints, Model, Streams
 
 MS_PER_S = 1e3
+PART = 1 << 16  # streams computed at once, so that intermediate arrays stay in the cache
 
 
 # ---- GPUs for the average load ------------------------------------------------------------------------------------
@@ -67,23 +68,27 @@ def goodputs_per_s(instance: Instance, streams: Streams) -> Floats:
 
     Raises ConfigError on an SLO that a batch of one request exceeds.
     """
-    alpha_s, beta_s, size_max, measured = np.array(
+    of_models = np.array(
         [
             (model.alpha_ms / MS_PER_S, model.beta_ms / MS_PER_S, model.batch_size_max, model.goodput_per_s or np.nan)
             for model in instance.models
         ]
-    ).reshape(-1, 4).T[:, streams.model]  # fmt: skip
-    fits = np.floor((streams.slo_s - beta_s) / alpha_s * (1 + ROUNDING))
-    if (hopeless := fits < 1).any():
-        at = int(np.argmax(hopeless))
-        model = instance.models[streams.model[at]].name
-        raise ConfigError(
-            f"stream {streams.names[at]!r}: no batch of model {model!r} meets its SLO of {streams.slo_s[at]:g} s; "
-            f"one request takes {alpha_s[at] + beta_s[at]:g} s"
-        )
-    size = np.minimum(fits, size_max)
-    profiled: Floats = size / (alpha_s * size + beta_s)
-    return np.where(np.isnan(measured), profiled, measured)
+    ).reshape(-1, 4).T  # fmt: skip
+    goodputs = np.empty(streams.model.size)
+    for start in range(0, goodputs.size, PART):
+        part = slice(start, start + PART)
+        alpha_s, beta_s, size_max, measured = of_models[:, streams.model[part]]
+        fits = np.floor((streams.slo_s[part] - beta_s) / alpha_s * (1 + ROUNDING))
+        if (hopeless := fits < 1).any():
+            at = int(np.argmax(hopeless))
+            model = instance.models[streams.model[start + at]].name
+            raise ConfigError(
+                f"stream {streams.names[start + at]!r}: no batch of model {model!r} meets its SLO of "
+                f"{streams.slo_s[start + at]:g} s; one request takes {alpha_s[at] + beta_s[at]:g} s"
+            )
+        size = np.minimum(fits, size_max)
+        goodputs[part] = np.where(np.isnan(measured), size / (alpha_s * size + beta_s), measured)
+    return goodputs
 
 
 def by_model(instance: Instance, streams: Streams, needs: Floats) -> Floats:

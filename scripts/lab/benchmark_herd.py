@@ -95,25 +95,38 @@ def run(instance: Instance, kind: str, seed: int, form: str, read_s: float, time
 def make(kind: str, size: int, seed: int) -> Instance:
     """The instance that the module's docstring describes. size : number of models, and of GPUs"""
     load, memory, share = KINDS[kind]
+    return drawn_instance(size, seed, load=load, memory=memory, groups=GROUPS, gpus_max=round(size * share))
+
+
+def drawn_instance(
+    size: int,
+    seed: int,
+    *,
+    load: float,
+    memory: float,
+    groups: int,
+    gpus_max: int,
+    streams_a_model: int = STREAMS_A_MODEL,
+) -> Instance:
+    """size : number of models, and of GPUs.  load : share of the GPUs.  memory : share of the memory of all groups"""
     rng = np.random.default_rng(seed)
     names = [f"{name}-{number}" for number, name in zip(range(size), rng.choice(list(TABLE_4), size), strict=True)]
     drawn = [TABLE_4[name.rpartition("-")[0]] for name in names]
     times_ms = np.array([(model.alpha_ms, model.beta_ms) for model in drawn]) * rng.uniform(0.8, 1.2, (size, 2))
     memory_gb = rng.uniform(0.3, 1.7, size)
-    memory_gb *= memory * GROUPS * GPU_MEMORY_GB / memory_gb.sum()
+    memory_gb *= memory * groups * GPU_MEMORY_GB / memory_gb.sum()
     models = tuple(
         Model(name, *(float(value) for value in (model_gb, *model_ms)))
         for name, model_gb, model_ms in zip(names, memory_gb, times_ms, strict=True)
     )
-    model_of = np.repeat(np.arange(size), STREAMS_A_MODEL)
+    model_of = np.repeat(np.arange(size), streams_a_model)
     weight = rng.lognormal(0.0, 1.0, size)[model_of] * rng.lognormal(0.0, 1.0, model_of.size)
     slo_s = np.where(times_ms[model_of, 0] > SLOW_ALPHA_MS, SLOW_SLO_S, rng.choice(SLOS_S, model_of.size))
-    gpus_max = round(size * share)
     streams = StreamColumns([f"s{k}" for k in range(model_of.size)], [names[k] for k in model_of], weight, slo_s)
-    instance = Instance(streams, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
+    instance = Instance(streams, models, size, GPU_MEMORY_GB, gpus_max, groups)
     needed = float(needs_of(instance, streams_of(instance)).sum())
     scaled = StreamColumns(streams.name, streams.model, weight * (load * size / needed), slo_s)
-    return Instance(scaled, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
+    return Instance(scaled, models, size, GPU_MEMORY_GB, gpus_max, groups)
 
 
 # ---- tables and the figure ----------------------------------------------------------------------------------------

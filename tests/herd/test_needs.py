@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from instances import instance, instance_of_rates, without_time
 
+from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Plan, Stream, StreamColumns, goodputs_per_s, plan, streams_of
+from llmserve.herd import instance as instance_module
 
 
 def test_a_gpus_goodput_is_that_of_the_largest_batch_that_ends_within_the_slo() -> None:
@@ -52,3 +54,14 @@ def test_a_plan_of_many_streams_stays_small_and_knows_their_groups(tmp_path: Pat
     assert solution.streams == ()
     assert sum(model.streams for model in solution.models) == count
     assert Plan.load(tmp_path / "plan.json").group_of("s99999", "m0") == solution.models[0].group
+
+
+def test_streams_whose_hashes_are_equal_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the step the hash of a stream is that of its name alone."""
+    monkeypatch.setattr(instance_module, "HASH_STEP", 0)
+    models = (Model("a", 1.0, 1.0, 1.0), Model("b", 1.0, 1.0, 1.0))
+    streams = (Stream("s", "a", gpus_needed=0.1), Stream("s", "b", gpus_needed=0.1))
+    problem = Instance(streams, models, gpus=2, gpu_memory_gb=8.0, group_gpus_max=2, groups=2)
+    assert streams_of(problem).model.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="stream 's' of model 'b' is there twice"):
+        streams_of(msgspec.structs.replace(problem, streams=(*streams, streams[1])))

@@ -7,10 +7,25 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from instances import check, instance, instance_of_rates
+from instances import check, instance, instance_of_rates, random_instance, table_5
 
 from llmserve.errors import ConfigError
-from llmserve.herd import Instance, Model, Rates, Stream, plan, planning, replan, streams_of, with_rates
+from llmserve.herd import (
+    Instance,
+    Model,
+    Rates,
+    Stream,
+    StreamColumns,
+    milp,
+    needs_of,
+    plan,
+    planning,
+    replan,
+    streams_of,
+    with_rates,
+)
+from llmserve.herd.repair import repaired
+from llmserve.herd.task import task_of
 
 
 def test_nothing_moves_while_the_previous_groups_are_optimal() -> None:
@@ -94,3 +109,36 @@ def test_needs_without_rates_do_not_change_in_proportion() -> None:
     problem = instance([0.5, 0.5])
     with pytest.raises(ConfigError, match="the streams of model 'm0' have no rates"):
         with_rates(problem, {"m0": 5.0})
+
+
+def test_of_more_models_than_a_programme_takes_few_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of two groups double. A plan made anew would move most of the models."""
+    monkeypatch.setattr(milp, "PROGRAMME_MAX", 0)
+    problem = table_5(200, seed=0, groups=16)
+    previous = plan(problem, time_limit_s=1e6)
+    hot = {model for group in previous.groups[:2] for model in group.models}
+    needs = needs_of(problem, streams_of(problem)) * [2.0 if model.name in hot else 1.0 for model in problem.models]
+    needs *= 0.8 * problem.gpus / needs.sum()
+    names = [model.name for model in problem.models]
+    changed = msgspec.structs.replace(problem, streams=StreamColumns(names, names, gpus_needed=needs))
+    replanned = plan(changed, previous=previous, time_limit_s=1e6)
+    check(changed, replanned)
+    assert replanned.gap == 0.0
+    assert replanned.moves is not None
+    assert 0 < replanned.moves < 10
+
+
+def test_a_repaired_grouping_keeps_all_limits_or_is_none() -> None:
+    found = 0
+    for seed in range(60):
+        problem = random_instance(seed, models=8)
+        need = needs_of(problem, streams_of(problem))
+        task, _ = task_of(problem, need, as_printed=False)
+        before = np.random.default_rng(seed).integers(-1, task.groups, need.size)
+        grouping = repaired(task, 0.0, before, task.groups)
+        if grouping is not None:
+            found += 1
+            assert (grouping.group >= 0).all()
+            assert task.sizes(grouping.group, 0.0, task.groups) is not None
+            assert all(np.unique(task.kind[grouping.group == k]).size <= 1 for k in range(task.groups))
+    assert found > 5

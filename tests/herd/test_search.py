@@ -67,3 +67,19 @@ def test_no_tolerance_is_reported_where_no_plan_exists() -> None:
         plan(instance([0.1] * 3, [9.0] * 3), on_found=lambda best, bound: reports.append((best, bound)))
     assert {best for best, _ in reports} == {None}
     assert [bound for _, bound in reports] == sorted((bound for _, bound in reports), reverse=True)
+
+
+def test_many_models_in_many_groups_reach_the_bound() -> None:
+    problem = msgspec.structs.replace(table_5(600, seed=0, groups=50), group_gpus_max=40)
+    solution = plan(problem, time_limit_s=1e6)
+    check(problem, solution)
+    assert solution.gap == 0.0
+
+
+def test_a_programme_that_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(milp, "PROGRAMME_MAX", 120 * 10 - 1)
+    monkeypatch.setattr(milp, "scipy_optimize", lambda: pytest.fail("HiGHS must not begin"))
+    problem = msgspec.structs.replace(table_5(120, seed=0), group_gpus_max=120)
+    solution = plan(problem, time_limit_s=1e6)
+    check(problem, solution)
+    assert 0.0 < solution.gap < 0.15
