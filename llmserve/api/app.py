@@ -1,6 +1,7 @@
 """The HTTP application: OpenAI's endpoints on a live cluster.
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
+POST, GET /v1/files, /v1/batches and below: api/batches.py
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
 GET /admin/usage   POST /admin/reload
@@ -24,6 +25,7 @@ from starlette.responses import Response
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
+from llmserve.api.batches import FILES, BatchEndpoints, NoBatches
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
@@ -54,7 +56,7 @@ class App:
 
     Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
     of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
-    reload: reads keys, limits and engines again.
+    reload: reads keys, limits and engines again. batches: of files and batch jobs; None: there is no place for them.
     """
 
     def __init__(
@@ -65,13 +67,16 @@ class App:
         config: ApiConfig,
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
+        batches: BatchEndpoints | None = None,
     ) -> None:
+        self._batches = batches or NoBatches()
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         state = StateEndpoints(cluster, metrics, seeing)
         self._others = AsgiHandler(
-            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload), state), self.refused
+            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload), state, self._batches),
+            self.refused,
         )
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
@@ -79,6 +84,8 @@ class App:
         """Check the key before the body is read. Raises RequestError."""
         if exchange.method == "POST" and exchange.path in BODIES:
             self._endpoints.admit(exchange)
+        elif exchange.method == "POST" and exchange.path == FILES:
+            exchange.upload = self._batches.upload(exchange)
 
     def handle(self, exchange: Exchange) -> None:
         if exchange.method == "POST" and exchange.path in BODIES:
@@ -105,8 +112,11 @@ def _fastapi(endpoints: _Endpoints) -> FastAPI:
     return app
 
 
-def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpoints) -> FastAPI:
+def _other_paths(
+    endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpoints, batches: BatchEndpoints | NoBatches
+) -> FastAPI:
     app = _fastapi(endpoints)
+    batches.add_to(app)
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     state.add_to(app)
