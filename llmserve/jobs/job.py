@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from llmserve.jobs.contract import BatchRow
-from llmserve.jobs.lines import number_of
+from llmserve.jobs.lines import is_expired, number_of
 from llmserve.jobs.recorder import Account
 from llmserve.jobs.rows import Part, Segment
 from llmserve.jobs.validation import Index
@@ -24,7 +25,7 @@ class Loaded:
     """What a job needs before its lines can run.
 
     path : of the input.  index : see validation.RECORD.  waiting : numbers of lines without a safe result
-    completed, failed : lines with one
+    completed, failed : lines with one.  expired : of these, lines that were not executed in time
     """
 
     path: Path
@@ -32,14 +33,21 @@ class Loaded:
     waiting: list[int]
     completed: int
     failed: int
+    expired: int
+
+
+class Cancellable(Protocol):
+    """A line in flight."""
+
+    def cancel(self) -> None: ...
 
 
 class Job:
     """One batch under one epoch.
 
     waiting    numbers of the lines to run, in order
-    in_flight  lines that the server's queue or an engine has: what cancels each
-    recording  lines whose result is not safe yet
+    in_flight  lines that were chosen to start, and have no answer yet
+    expired    lines whose result says that they were not executed in time
     open       whether lines may start
     changed    set when somebody must look at the batch again
     """
@@ -50,8 +58,9 @@ class Job:
         self.account = Account(row.id, row.epoch, row.completed, row.failed)
         self.loaded: Loaded | None = None
         self.waiting: deque[int] = deque()
-        self.in_flight: dict[int, Callable[[], None]] = {}
-        self.recording: set[int] = set()
+        self.in_flight: dict[int, Cancellable] = {}
+        self.recording = 0  # lines whose result is not safe yet
+        self.expired = 0
         self.tries: Counter[int] = Counter()
         self.open = False
         self.changed = asyncio.Event()
@@ -59,12 +68,13 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether every line has a safe result."""
-        return self.loaded is not None and not (self.waiting or self.in_flight or self.recording)
+        return self.loaded is not None and self.account.completed + self.account.failed == self.total
 
     def start(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.total = len(loaded.index)
         self.account.completed, self.account.failed = loaded.completed, loaded.failed
+        self.expired = loaded.expired
         self.waiting = deque(loaded.waiting)
         self.open = True
 
@@ -72,8 +82,8 @@ class Job:
         """Take back every line that has no answer yet."""
         self.open = False
         in_flight, self.in_flight = self.in_flight, {}
-        for cancel in in_flight.values():
-            cancel()
+        for line in in_flight.values():
+            line.cancel()
         self.waiting.extendleft(sorted(in_flight, reverse=True))
 
 
@@ -84,15 +94,16 @@ def load(folder: Path, index: Path, part: Part, segments: Iterable[Segment]) -> 
     """
     records = np.load(index)
     done = np.zeros(len(records), bool)
-    counts = {"output": 0, "error": 0}
+    counts, expired = {"output": 0, "error": 0}, 0
     for segment in segments:
         for row in _rows(folder / segment.name, segment.safe_bytes):
             number = number_of(row)
             assert not done[number], f"line {number} has two results"
             done[number] = True
             counts[segment.kind] += 1
+            expired += is_expired(row)
     waiting = np.flatnonzero(~done).tolist()
-    return Loaded(folder / part.name, records, waiting, counts["output"], counts["error"])
+    return Loaded(folder / part.name, records, waiting, counts["output"], counts["error"], expired)
 
 
 def _rows(path: Path, size: int) -> Iterable[bytes]:

@@ -96,12 +96,14 @@ class LineFeed:
                 await asyncio.sleep(max(left_s, PAUSE_S))
                 self._wake.set()
                 continue
-            busy = sum([len(job.in_flight) + len(job.recording) for job in self._jobs.values()])
+            busy = sum([len(job.in_flight) + job.recording for job in self._jobs.values()])
             for job, numbers in choose_lines(list(self._jobs.values()), LINES_MAX - busy):
+                lines = [_LineInFlight(self, job, number) for number in numbers]
+                job.in_flight.update(zip(numbers, lines, strict=True))
                 try:
-                    await self._start(job, numbers)
+                    await self._start(job, lines)
                 except OSError as error:
-                    job.waiting.extendleft(reversed(numbers))
+                    self._take_back(job, lines)
                     self._on_trouble(error)
                     await asyncio.sleep(RETRY_S)
                     self._wake.set()
@@ -111,47 +113,44 @@ class LineFeed:
         texts = await asyncio.to_thread(read_lines, job.loaded.path, job.loaded.index, numbers)
         return [read_line(text) for text in texts]
 
-    async def _start(self, job: Job, numbers: Sequence[int]) -> None:
-        """Submit these lines. Raises OSError; then none has been submitted."""
-        lines = await self.read(job, numbers)
-        for number, line in zip(numbers, lines, strict=True):
-            if not job.open or job.account.lost:
-                job.waiting.append(number)
+    async def _start(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+        """Submit these lines, if nobody has taken them back. Raises OSError before the first."""
+        requests = await self.read(job, [line.number for line in lines])
+        for line, request in zip(lines, requests, strict=True):
+            line.request = request
+            if not line.is_in_flight:
                 continue
-            client = _Waiting(self, job, number, line)
             within_s = max(0.001, job.expires_at - self._clock())
-            job.in_flight[number] = _nothing
             try:
-                cancel = await self._door.submit(job.key, job.endpoint, bytes(line.body), within_s, client)
+                cancel = await self._door.submit(job.key, job.endpoint, bytes(request.body), within_s, line)
             except RequestError as error:
-                client.refused(error, "")
+                line.refused(error, "")
             except Exception as error:
-                log.error("line %d of batch %s failed", number + 1, job.id, exc_info=error)
-                client.refused(RequestError("the front-end failed on this request", code="internal_error"), "")
+                log.error("line %d of batch %s failed", line.number + 1, job.id, exc_info=error)
+                line.refused(RequestError("the front-end failed on this request", code="internal_error"), "")
             else:
-                if number in job.in_flight:  # not answered at once
-                    job.in_flight[number] = cancel
-                elif not client.ended:
-                    cancel()  # the job was stopped meanwhile
+                line.started(cancel)
 
-    def answered(self, job: Job, number: int, line: Line, status: int, request_id: str, body: bytes) -> None:
+    def _take_back(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+        numbers = [line.number for line in lines if line.is_in_flight]
+        for number in numbers:
+            del job.in_flight[number]
+        job.waiting.extendleft(reversed(numbers))
+
+    def answered(self, job: Job, number: int, request: Line, status: int, request_id: str, body: bytes) -> None:
         """An engine has answered a line."""
-        if job.in_flight.pop(number, None) is None:
-            return
         if status == 429 or status == 408 or status >= 500:
             if self._again(job, number, counted=status != 429):
                 return
         elif status < 400:
             self._pause_s = 0.0
-        self.note(job, number, answer_row(job.id, number, line, status, request_id, body), failed=status >= 400)
+        self.note(job, number, answer_row(job.id, number, request, status, request_id, body), failed=status >= 400)
 
-    def refused(self, job: Job, number: int, line: Line, error: RequestError, request_id: str) -> None:
+    def refused(self, job: Job, number: int, request: Line, error: RequestError, request_id: str) -> None:
         """The front-end has refused or failed a line."""
-        if job.in_flight.pop(number, None) is None:
-            return
         if isinstance(error, DeadlineExceeded):
             if self._clock() < job.expires_at - 1.0:  # it cannot be in time any more
-                self.note(job, number, expired_row(job.id, number, line), failed=True)
+                self.note_expired(job, number, request)
                 return
             job.waiting.append(number)  # the batch expires
             job.changed.set()
@@ -159,7 +158,7 @@ class LineFeed:
         passing = error.status >= 500 or error.status == 429
         if passing and self._again(job, number, counted=error.code == "engine_failed"):
             return
-        self.note(job, number, refusal_row(job.id, number, line, request_id, error), failed=True)
+        self.note(job, number, refusal_row(job.id, number, request, request_id, error), failed=True)
 
     def _again(self, job: Job, number: int, *, counted: bool) -> bool:
         """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
@@ -172,11 +171,16 @@ class LineFeed:
         self._wake.set()
         return True
 
+    def note_expired(self, job: Job, number: int, request: Line) -> None:
+        """Give a line the result that it was not executed in time."""
+        job.expired += 1
+        self.note(job, number, expired_row(job.id, number, request), failed=True)
+
     def note(self, job: Job, number: int, row: bytes, *, failed: bool) -> None:
-        job.recording.add(number)
+        job.recording += 1
 
         def on_safe() -> None:
-            job.recording.discard(number)
+            job.recording -= 1
             self._wake.set()
             if job.is_done:
                 job.changed.set()
@@ -185,23 +189,37 @@ class LineFeed:
         self._recorder.add(Result(job.account, kind, failed, row, on_safe))
 
 
-class _Waiting:
-    """Hears of one line."""
+class _LineInFlight:
+    """A line that was chosen to start. It ends once: by an answer, a refusal, or because it is taken back."""
 
-    __slots__ = ("_feed", "_job", "_line", "_number", "ended")
+    __slots__ = ("_cancel", "_feed", "_job", "number", "request")
 
-    def __init__(self, feed: LineFeed, job: Job, number: int, line: Line) -> None:
-        self._feed, self._job, self._number, self._line = feed, job, number, line
-        self.ended = False
+    request: Line  # from the start on
+
+    def __init__(self, feed: LineFeed, job: Job, number: int) -> None:
+        self._feed, self._job, self.number = feed, job, number
+        self._cancel: Callable[[], None] | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._job.in_flight.get(self.number) is self
+
+    def started(self, cancel: Callable[[], None]) -> None:
+        """Note what cancels the line. A line that was taken back meanwhile is cancelled now."""
+        self._cancel = cancel
+        if not self.is_in_flight:
+            cancel()
+
+    def cancel(self) -> None:
+        if self._cancel is not None:
+            self._cancel()
 
     def answered(self, status: int, request_id: str, body: bytes) -> None:
-        self.ended = True
-        self._feed.answered(self._job, self._number, self._line, status, request_id, body)
+        if self.is_in_flight:
+            del self._job.in_flight[self.number]
+            self._feed.answered(self._job, self.number, self.request, status, request_id, body)
 
     def refused(self, error: RequestError, request_id: str) -> None:
-        self.ended = True
-        self._feed.refused(self._job, self._number, self._line, error, request_id)
-
-
-def _nothing() -> None:
-    """Cancels a line that is being submitted."""
+        if self.is_in_flight:
+            del self._job.in_flight[self.number]
+            self._feed.refused(self._job, self.number, self.request, error, request_id)

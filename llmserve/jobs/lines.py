@@ -66,6 +66,11 @@ def _row(batch_id: str, number: int, custom_id: str, response: Any, error: Any) 
     return msgspec.json.encode(row) + b"\n"
 
 
+def is_expired(row: bytes) -> bool:
+    """Whether a row of results says that the request was not executed in time."""
+    return not row.endswith(b'"error":null}\n')
+
+
 def number_of(row: bytes) -> int:
     """The number of the line to which a row of results belongs."""
     head, _, _ = row.partition(b'","custom_id":')

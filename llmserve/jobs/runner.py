@@ -21,7 +21,6 @@ from llmserve.jobs.contract import BatchRow, LineError, Status
 from llmserve.jobs.folder import Folder
 from llmserve.jobs.job import Job
 from llmserve.jobs.line_feed import Door, LineFeed
-from llmserve.jobs.lines import expired_row
 from llmserve.jobs.ownership import Ownership
 from llmserve.jobs.recorder import Recorder, trouble_of
 from llmserve.jobs.work_store import WorkStore
@@ -214,7 +213,9 @@ class Runner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):
                     await job.changed.wait()
-        if job.is_done:
+        if job.is_done and job.expired:
+            await self._finish(row, "expired")
+        elif job.is_done:
             await self._store.change(row.id, "in_progress", row.epoch, "finalizing", finalizing_at=int(self._clock()))
         elif self._clock() >= row.expires_at:
             await self._expire(job, row)
@@ -235,7 +236,7 @@ class Runner:
         while job.waiting and not job.account.lost:
             numbers = [job.waiting.popleft() for _ in range(min(EXPIRED_AT_ONCE, len(job.waiting)))]
             for number, line in zip(numbers, await self._feed.read(job, numbers), strict=True):
-                self._feed.note(job, number, expired_row(job.id, number, line), failed=True)
+                self._feed.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
 

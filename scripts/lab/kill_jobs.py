@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     began_s = time.monotonic()
-    jobs = asyncio.run(campaign(args.kills, args.lines, args.victim, args.store, args.seed))
-    result = {**summary(jobs), "seconds": round(time.monotonic() - began_s), "jobs": jobs, "machine": machine()}
-    log({name: value for name, value in result.items() if name not in ("jobs", "machine")})
-    if args.output is not None:
-        write_json(args.output, {"arguments": sys.argv[1:], **result})
+
+    def keep(jobs: list[dict[str, Any]]) -> None:
+        log(f"job {len(jobs)}: {jobs[-1]}; {sum(job['kills'] for job in jobs)} kills so far")
+        if args.output is not None:
+            seconds = round(time.monotonic() - began_s)
+            result = {"arguments": sys.argv[1:], **summary(jobs), "seconds": seconds, "jobs": jobs}
+            write_json(args.output, {**result, "machine": machine()})
+
+    jobs = asyncio.run(campaign(args.kills, args.lines, args.victim, args.store, args.seed, keep))
+    log(summary(jobs))
     return 0
 
 
@@ -86,15 +91,25 @@ def summary(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def campaign(kills: int, lines: int, victim: str, store: str, seed: int) -> list[dict[str, Any]]:
-    """Run jobs until so many kills have happened. Raises AssertionError when a law is violated."""
+async def campaign(
+    kills: int,
+    lines: int,
+    victim: str,
+    store: str,
+    seed: int,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda jobs: None,
+) -> list[dict[str, Any]]:
+    """Run jobs until so many kills have happened. Raises AssertionError when a law is violated.
+
+    keep : called after each job with all so far
+    """
     drawn, jobs = random.Random(seed), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="llmserve-kill-") as home, _store(store, Path(home)) as url:
         async with _world(Path(home), url, victim) as world:
             while (left := kills - sum(job["kills"] for job in jobs)) > 0:
                 wanted = min(left, drawn.randint(1, KILLS_PER_JOB_MAX))
                 jobs.append(await _job(world, lines, wanted, drawn, first=len(jobs) * lines))
-                log(f"job {len(jobs)}: {jobs[-1]}; {left - jobs[-1]['kills']} kills to go")
+                keep(jobs)
     return jobs
 
 

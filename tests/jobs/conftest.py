@@ -29,13 +29,19 @@ def postgres() -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture
+def postgres_url(postgres: Cluster) -> str:
+    """The URL of an empty database, which several servers may share."""
+    return postgres.url(f"test_{os.getpid()}_{next(_databases)}")
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty store."""
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "jobs.sqlite")
-    running: Cluster = request.getfixturevalue("postgres")
-    return running.url(f"test_{os.getpid()}_{next(_databases)}")
+    url: str = request.getfixturevalue("postgres_url")
+    return url
 
 
 @pytest.fixture
