@@ -92,7 +92,8 @@ class LineFeed:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if (left_s := self._paused_until - self._clock()) > 0 or not self._door.is_open:
+            left_s = self._paused_until - self._clock()
+            if left_s > 0 or not self._door.is_open or self._recorder.trouble is not None:
                 await asyncio.sleep(max(left_s, PAUSE_S))
                 self._wake.set()
                 continue

@@ -457,6 +457,7 @@ async def _explore(home: Path, seed: int) -> World:
 
     with (
         mock.patch("asyncio.to_thread", in_this_thread),
+        mock.patch("os.fsync"),  # the machine itself does not fail here
         mock.patch.object(Appended, "write", failing_write),
         mock.patch.object(Appended, "sync", failing_sync),
     ):
