@@ -12,6 +12,8 @@ several kills; after each kill the results that are safe are read from the store
 * between two kills no line is executed twice: so a line is executed again at most once for each kill, and only if it
   was in flight.
 
+Front-ends are forked from a process that has imported the program, because imports take most of a start.
+
 A violation ends the campaign with the seed that repeats its moments.
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import os
 import random
 import re
@@ -30,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ from llmserve.jobs.tables import parts, segments
 
 LINES, SLOTS, STEP_S, TOKENS = 500, 16, 0.02, 3  # without kills a job takes two seconds
 KILLS_PER_JOB_MAX = 6
-IN_PROGRESS = 0.8  # of the kills wait for the first lines; the others may hit the validation
+BY_PROGRESS = 0.8  # of the kills come after some lines; the others soon after the start, or in the validation
 END_S = 120.0
 NUMBER = re.compile(rb"line (\d+)\b")
 
@@ -57,6 +60,8 @@ def main() -> int:
     if sys.argv[1:2] == ["engine"]:
         asyncio.run(_engine(int(sys.argv[2]), Path(sys.argv[3])))
         return 0
+    if sys.argv[1:2] == ["front-end"]:
+        return _front_ends(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="kills of the campaign (default: 20)")
     parser.add_argument("--lines", type=int, default=LINES, help=f"lines of each job (default: {LINES})")
@@ -120,9 +125,9 @@ async def _job(world: World, lines: int, kills: int, drawn: random.Random, first
     lives: list[Counter[int]] = []
     safe: list[set[int]] = []
     for _ in range(kills):
-        if drawn.random() < IN_PROGRESS:
-            await world.at(batch_id, "in_progress", "completed")
-        await asyncio.sleep(drawn.uniform(0.0, 1.5 * lines * TOKENS * STEP_S / SLOTS / kills))
+        if drawn.random() < BY_PROGRESS:
+            await world.progressed(drawn.randrange(2 * lines // (kills + 1)), batch_id)
+        await asyncio.sleep(drawn.uniform(0.0, 2 * TOKENS * STEP_S))
         if world.victim == "front-end" and await world.has_ended(batch_id):
             break
         await world.kill()
@@ -158,7 +163,8 @@ class World:
         self.log.touch()
         self._read = 0
         self._ports = _free_ports(2)
-        self.front: asyncio.subprocess.Process | None = None
+        self.fork: asyncio.subprocess.Process | None = None  # forks front-ends
+        self.front_pid = 0
         self.engine: asyncio.subprocess.Process | None = None
         self.client = openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{self._ports[0]}/v1", api_key="none", max_retries=0
@@ -174,22 +180,42 @@ class World:
         flags += ["--state", str(self.home / "state"), "--predictor", "none"]
         if self.url.startswith("postgresql"):
             flags += ["--store", self.url]
-        self.front = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "llmserve", "serve", *flags), stdout=asyncio.subprocess.DEVNULL
-        )
+        if self.fork is None:
+            self.fork = await asyncio.create_subprocess_exec(
+                *(sys.executable, __file__, "front-end", *flags),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        assert self.fork.stdin is not None
+        self.fork.stdin.write(b"start\n")
+        self.front_pid = int(await self._said())
         await self._until_up()
 
+    async def _said(self) -> bytes:
+        assert self.fork is not None
+        assert self.fork.stdout is not None
+        return await self.fork.stdout.readline()
+
     async def kill(self) -> None:
-        process = self.front if self.victim == "front-end" else self.engine
-        assert process is not None, "the victim has not started"
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
+        if self.victim == "front-end":
+            await self._kill_front()
+        else:
+            assert self.engine is not None, "the engine has not started"
+            self.engine.send_signal(signal.SIGKILL)
+            await self.engine.wait()
+
+    async def _kill_front(self) -> None:
+        os.kill(self.front_pid, signal.SIGKILL)
+        self.front_pid = 0
+        assert await self._said() == b"ended\n"
 
     async def start_again(self) -> None:
         await (self.start_front() if self.victim == "front-end" else self.start_engine())
 
     async def stop(self) -> None:
-        for process in (self.front, self.engine):
+        if self.front_pid:
+            await self._kill_front()
+        for process in (self.fork, self.engine):
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
@@ -222,7 +248,9 @@ class World:
         return batch.id
 
     async def has_ended(self, batch_id: str) -> bool:
-        return (await self.client.batches.retrieve(batch_id)).status == "completed"
+        with contextlib.suppress(openai.APIConnectionError):
+            return (await self.client.batches.retrieve(batch_id)).status == "completed"
+        return False
 
     async def ended(self, batch_id: str) -> Any:
         return await self.at(batch_id, "completed", "failed", "expired", "cancelled")
@@ -249,6 +277,14 @@ class World:
         self._read += len(data)
         counts = Counter(int(word) for word in data.split())
         return Counter({number: count for number, count in counts.items() if number in numbers})
+
+    async def progressed(self, count: int, batch_id: str) -> None:
+        """Wait until the engine has begun so many lines since the last kill, or the job has ended."""
+        async with asyncio.timeout(END_S):
+            while self.log.read_bytes()[self._read :].count(b"\n") < count:
+                if await self.has_ended(batch_id):
+                    return
+                await asyncio.sleep(0.005)
 
     async def safe(self, batch_id: str) -> set[int]:
         """Numbers of the lines, within the job, whose results count."""
@@ -295,6 +331,26 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+# ---- the front-end --------------------------------------------------------------------------------------------------
+
+
+def _front_ends(flags: Sequence[str]) -> int:
+    """Start a front-end for each line of the input, and say its process id, and when it has ended."""
+    from llmserve.__main__ import main as llmserve
+
+    for module in ("aiosqlite", "alembic.command", "llmserve.api.app", "llmserve.jobs.service", "llmserve.reload"):
+        importlib.import_module(module)
+    for _ in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os._exit(llmserve(["serve", *flags]))
+        print(pid, flush=True)
+        os.waitpid(pid, 0)
+        print("ended", flush=True)
+    return 0
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
