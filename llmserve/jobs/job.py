@@ -48,6 +48,7 @@ class Job:
     waiting    numbers of the lines to run, in order
     in_flight  lines that were chosen to start, and have no answer yet
     expired    lines whose result says that they were not executed in time
+    tokens     of a line, on average, estimated
     open       whether lines may start
     changed    set when somebody must look at the batch again
     """
@@ -61,6 +62,7 @@ class Job:
         self.in_flight: dict[int, Cancellable] = {}
         self.recording = 0  # lines whose result is not safe yet
         self.expired = 0
+        self.tokens = 0.0
         self.tries: Counter[int] = Counter()
         self.open = False
         self.changed = asyncio.Event()
@@ -69,6 +71,11 @@ class Job:
     def is_done(self) -> bool:
         """Whether every line has a safe result."""
         return self.loaded is not None and self.account.completed + self.account.failed == self.total
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens of the lines without a safe result, estimated."""
+        return self.tokens * (self.total - self.account.completed - self.account.failed)
 
     def start(self, loaded: Loaded) -> None:
         self.loaded = loaded

@@ -11,6 +11,7 @@ from typing import Protocol
 from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.job import Job, read_lines
 from llmserve.jobs.lines import Line, answer_row, expired_row, read_line, refusal_row
+from llmserve.jobs.pace import Pace
 from llmserve.jobs.recorder import Recorder, Result
 from llmserve.jobs.rows import Kind
 
@@ -64,6 +65,7 @@ class LineFeed:
     recorder    makes results safe
     on_trouble  called with an error of the disk
     clock       unix time
+    pace        of all lines together
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LineFeed:
     ) -> None:
         self._jobs, self._recorder, self._door = jobs, recorder, door
         self._on_trouble, self._clock = on_trouble, clock
+        self.pace = Pace(clock)
         self._wake = asyncio.Event()
         self._pause_s, self._paused_until = 0.0, -math.inf
 
@@ -182,6 +185,7 @@ class LineFeed:
 
         def on_safe() -> None:
             job.recording -= 1
+            self.pace.ended(job.tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -93,6 +94,18 @@ class Runner:
         if batch_id not in self.jobs:
             return None
         return self.recorder.trouble or self.trouble or (None if self._feed.is_open else "no_engine")
+
+    def expected_end(self, batch_id: str) -> int | None:
+        """When a batch will probably end at the present pace, unix time; None: nobody knows here.
+
+        Batches with an earlier deadline come first.
+        """
+        job = self.jobs.get(batch_id)
+        if job is None or job.loaded is None or not job.open:
+            return None
+        before = [other for other in self.jobs.values() if other.open and other.expires_at <= job.expires_at]
+        end_s = self._feed.pace.end_s(sum([other.tokens_left for other in before]))
+        return None if end_s is None else math.ceil(end_s)
 
     # ---- claiming ----
 
@@ -207,6 +220,7 @@ class Runner:
     async def _progress(self, job: Job, row: BatchRow) -> None:
         if job.loaded is None:
             await self._load(job, row)
+        job.tokens = row.tokens / max(1, row.total)
         job.open = True
         self._feed.wake()
         if not job.is_done:

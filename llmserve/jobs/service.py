@@ -104,7 +104,12 @@ class JobService:
 
     def shown(self, row: BatchRow) -> dict[str, Any]:
         """The batch as clients see it, with what llmserve adds."""
-        return {**row.shown(), "llmserve": {"paused": self.runner.paused(row.id)}}
+        end = self.runner.expected_end(row.id) if row.status == "in_progress" else None
+        added = {"expected_end_at": end, "warning": None, "paused": self.runner.paused(row.id)}
+        if end is not None and end > row.expires_at:
+            late_s = end - row.expires_at
+            added["warning"] = f"at the present pace the batch ends {late_s:,} s after its window; the rest will expire"
+        return {**row.shown(), "llmserve": added}
 
     # ---- life ----
 
