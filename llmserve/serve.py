@@ -156,6 +156,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     """
     from llmserve import state_file
     from llmserve.api.app import App
+    from llmserve.api.batches import FILES, BatchEndpoints
+    from llmserve.api.job_parts import open_jobs
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
     from llmserve.reload import Reloader, engines_part, keys_part
@@ -180,13 +182,16 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, metrics.meter_of_all)
+        jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
+        batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, batches, metrics.meter_of_all)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,
             config.limits.buffers_bytes_max,
             config.live.client_stall_s,
             keep_alive_s=config.live.keep_alive_s,
+            streamed=(FILES,),
         )
         if server.metrics_port is not None:
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
@@ -195,6 +200,9 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
         stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()
+        if jobs is not None:
+            stack.push_async_callback(jobs.close)
+            jobs.start()
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)

@@ -309,6 +309,38 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 15.0
 
 
+class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Batch jobs: files of requests that run beside online requests. They need --state or --store"""
+
+    store: Annotated[
+        str | None,
+        Meta(
+            description="database of files and batches, postgresql://USER@HOST/NAME, which several servers may share "
+            "(default: jobs.sqlite in the folder of --state)",
+            extra={"metavar": "URL"},
+        ),
+    ] = None
+    store_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder for the bytes of files; servers that share a --store share it, too (default: jobs in "
+            "the folder of --state)",
+            extra={"metavar": "DIR"},
+        ),
+    ] = None
+    batch_days: Annotated[int, Meta(ge=1, le=3650, description="how long files, and batches that ended, are kept")] = 30
+    batch_tokens_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="tokens of prompts and answers, estimated, that the batches in progress of one key may have; "
+            "0: no limit",
+        ),
+    ] = 0
+    batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
+    batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0
+
+
 class TuningConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tuning of the order by the server's own past"""
 
@@ -334,6 +366,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: ApiConfig = ApiConfig()
     live: LiveConfig = LiveConfig()
     tuning: TuningConfig = TuningConfig()
+    jobs: JobsConfig = JobsConfig()
 
     @property
     def barrier(self) -> bool:
@@ -358,6 +391,7 @@ TITLES = {
     "limits": "limits",
     "live": "timing",
     "tuning": "tuning by the server's own past",
+    "jobs": "batch jobs",
 }
 """Titles of the sections in the help."""
 COMMON = {

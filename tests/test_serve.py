@@ -334,7 +334,9 @@ def test_the_import_rules_hold() -> None:
             *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
             "llmserve.extras",
         },
+        "llmserve.jobs": {"llmserve.api", "llmserve.errors", "llmserve.extras"},
         "llmserve.api": {
+            "llmserve.jobs",
             *(
                 "llmserve.cluster",
                 "llmserve.config",

@@ -1,6 +1,7 @@
 """The HTTP application: OpenAI's endpoints on a live cluster.
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
+POST, GET /v1/files, /v1/batches and below: api/batches.py
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
 GET / (a page for people)   GET /events (what it shows)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI
@@ -25,6 +26,7 @@ from starlette.responses import Response
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
+from llmserve.api.batches import FILES, BatchEndpoints, NoBatches
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
@@ -49,6 +51,12 @@ from llmserve.settings import ApiConfig
 log = logging.getLogger("llmserve")
 
 
+class Part(Protocol):
+    """Adds its endpoints to the application."""
+
+    def add_to(self, app: FastAPI) -> None: ...
+
+
 async def no_reload() -> None:
     raise ConfigError("this server has nothing to read again")
 
@@ -59,6 +67,7 @@ class App:
     Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
     of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
     reload: reads keys, limits and engines again.  meter: of all engines' energy; None: none is known
+    batches: of files and batch jobs; None: there is no place for them
     """
 
     def __init__(
@@ -69,22 +78,25 @@ class App:
         config: ApiConfig,
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
+        batches: BatchEndpoints | None = None,
         meter: EnergyMeter | None = None,
     ) -> None:
+        self._batches = batches or NoBatches()
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         page = PageEndpoints(Watch(cluster, meter), None if not keys.required else () if admin is None else (admin,))
-        others = _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload))
-        StateEndpoints(cluster, metrics, seeing).add_to(others)
-        page.add_to(others)
-        self._others = AsgiHandler(others, self.refused)
+        parts = (self._batches, StateEndpoints(cluster, metrics, seeing), page)
+        admins = AdminEndpoints(cluster, admin, key_limits, reload)
+        self._others = AsgiHandler(_other_paths(self._endpoints, admins, parts), self.refused)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
         """Check the key before the body is read. Raises RequestError."""
         if exchange.method == "POST" and exchange.path in BODIES:
             self._endpoints.admit(exchange)
+        elif exchange.method == "POST" and exchange.path == FILES:
+            exchange.upload = self._batches.upload(exchange)
 
     def handle(self, exchange: Exchange) -> None:
         if exchange.method == "POST" and exchange.path in BODIES:
@@ -111,8 +123,10 @@ def _fastapi(endpoints: _Endpoints) -> FastAPI:
     return app
 
 
-def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints) -> FastAPI:
+def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, parts: Iterable[Part]) -> FastAPI:
     app = _fastapi(endpoints)
+    for part in parts:
+        part.add_to(app)
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     app.add_route("/admin/queue", admin.list_waiting, methods=["GET"])

@@ -87,4 +87,5 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
         "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in exchange.headers.items()],
         "client": (host, int(port)) if port else None,
         "server": None,
+        "llmserve.upload": exchange.upload,
     }

@@ -168,7 +168,7 @@ def read_body(path: str, data: bytes) -> ChatBody | CompletionBody:
             data.decode()  # what nobody reads is not decoded, but an engine would fail on it
         return BODIES[path].decode(data)
     except msgspec.ValidationError as error:
-        raise _bad_request(error) from None
+        raise bad_request(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -188,7 +188,7 @@ def value_of(name: str, decoder: msgspec.json.Decoder[Any], raw: Raw) -> Any:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise _bad_request(error, name) from None
+        raise bad_request(error, name) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"`{name}`: {error}", param=name, code="invalid_value") from None
 
@@ -219,7 +219,7 @@ _PLACE = re.compile(r" - at `\$(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def _bad_request(error: msgspec.ValidationError, within: str = "") -> BadRequest:
+def bad_request(error: msgspec.ValidationError, within: str = "") -> BadRequest:
     """Return the error in OpenAI's format. within : the field that was decoded; "" for the whole body"""
     text, place = str(error), _PLACE.search(str(error))
     path = place[1] if place is not None else ""

@@ -3,7 +3,7 @@
 The connection holds a client to its limits before anything is made of a request:
 
 head    64 KiB and 100 fields at most, complete within 10 s
-body    the size that the handler allows, complete within 60 s
+body    the size that the handler allows, complete within 60 s; an upload: 60 s without a byte at most
 answer  written as the client reads; a client that reads nothing for a while is cut off (Server.sweep)
 
 A client may close its sending side after a request and is still answered. A client that has gone altogether looks the
@@ -23,6 +23,7 @@ from urllib.parse import unquote
 import httptools
 
 from llmserve.api.exchange import Exchange
+from llmserve.api.streamed import BODY_S, pass_on
 from llmserve.errors import BadRequest, BodyTooLarge, HeadTooLarge, RequestError, RequestTimeout, Unavailable
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 HEAD_BYTES_MAX = 64 << 10
 FIELDS_MAX = 100
 HEAD_S = 10.0
-BODY_S = 60.0
 KEEP_ALIVE_S = 75.0
 LINGER_S = 2.0  # a refused client may still send: without this wait its system would drop the refusal
 GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
@@ -176,7 +176,7 @@ class Connection(asyncio.Protocol):
     def _refusal(self, reading: Exchange) -> RequestError | None:
         limit = self.server.limits.body_bytes_max
         length = reading.headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > limit:
+        if length.isdigit() and int(length[:20]) > limit and reading.path not in self.server.limits.streamed:
             return BodyTooLarge(f"the body is larger than {limit:,} bytes")
         try:
             self.server.handler.admit(reading)
@@ -188,6 +188,9 @@ class Connection(asyncio.Protocol):
         reading, server = self._reading, self.server
         assert reading is not None
         if reading.error is not None:
+            return
+        if reading.upload is not None:
+            pass_on(self, reading, part)
             return
         reading.read += len(part)
         server.body_bytes += len(part)

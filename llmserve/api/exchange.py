@@ -11,6 +11,7 @@ from llmserve.errors import RequestError
 
 if TYPE_CHECKING:
     from llmserve.api.connection import Connection
+    from llmserve.api.uploads import Upload
 
 Headers = Iterable[tuple[bytes, bytes]]
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -24,11 +25,13 @@ class Exchange:
     on_end  called once, when the answer is written or the client has gone
     on_gone called when the client has gone before the answer's end
     on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
+    upload      takes the body as it arrives; None: the body is kept in memory
     """
 
     __slots__ = (
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
         "on_silence",
+        "upload",
         *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
     )
 
@@ -45,6 +48,7 @@ class Exchange:
         self.on_gone: Callable[[], None] | None = None
         self.on_silence: Callable[[], None] | None = None
         self.key = ""  # name of the client's API key
+        self.upload: Upload | None = None
         self.started = False  # the head of the answer was given
         self.read = 0  # bytes of the body so far
         self._parts: list[bytes] = []
@@ -142,6 +146,8 @@ class Exchange:
         if not self.ended:
             self.ended, self.on_gone, self.on_silence = True, None, None
             self._connection.server.body_bytes -= self.read
+            if self.upload is not None:
+                self.upload.discard()
             on_end, self.on_end = self.on_end, None
             if on_end is not None:
                 on_end()

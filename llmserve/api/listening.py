@@ -82,6 +82,7 @@ class DoorLimits:
     client_stall_s     without a byte taken, until a client is cut off
     connections_max    None: half of the files that the process may open, for each client needs an engine's connection
     keep_alive_s       silence after which a stream gets a comment; 0: never
+    streamed           paths whose bodies the handler takes as they arrive, and limits itself
     """
 
     body_bytes_max: int
@@ -90,6 +91,7 @@ class DoorLimits:
     client_stall_s: float
     connections_max: int | None = None
     keep_alive_s: float = 0.0
+    streamed: tuple[str, ...] = ()
 
 
 class Server:

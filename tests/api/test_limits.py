@@ -58,7 +58,7 @@ class Clock:
 
 
 class Times:
-    """Waiting requests start in as many seconds as their id says, and run for 7 s; one more would start in `one_more_s`."""
+    """Waiting requests start in as many seconds as their id says, and run for 7 s. one_more_s : start of one more"""
 
     one_more_s: float | None = None
 

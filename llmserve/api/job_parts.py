@@ -1,0 +1,49 @@
+"""The batch jobs of a server, from its settings. Nothing of a store is imported unless the server has one."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmserve.api.limits import KeyLimits
+from llmserve.api.parse import CallParser
+from llmserve.cluster.live import LiveCluster
+from llmserve.errors import ConfigError
+from llmserve.settings import Config
+
+if TYPE_CHECKING:
+    from llmserve.jobs.service import JobService
+
+FILE, FOLDER = "jobs.sqlite", "jobs"
+
+
+def open_jobs(
+    config: Config, cluster: LiveCluster, key_limits: KeyLimits
+) -> AbstractAsyncContextManager[JobService | None]:
+    """The jobs of the server inside the block. None: it has no place for files. Raises ConfigError."""
+    jobs, state = config.jobs, config.server.state
+    if jobs.store is None and state is None:
+        if jobs.store_folder is not None:
+            raise ConfigError("store_folder has no effect without --store or --state")
+        return contextlib.nullcontext()
+    if jobs.store_folder is None and state is None:
+        raise ConfigError("store: give --store-folder or --state, too, for the bytes of files")
+    from llmserve.api.lines import LineDoor
+    from llmserve.jobs.database import sqlite_url
+    from llmserve.jobs.file_store import FileLimits
+    from llmserve.jobs.service import opened
+
+    home = Path(state).expanduser() if state is not None else Path()
+    parser = CallParser(prompt_chars_max=config.limits.prompt_chars_max, choices_max=config.limits.choices_max)
+    return opened(
+        jobs.store or sqlite_url(home / FILE),
+        Path(jobs.store_folder) if jobs.store_folder is not None else home / FOLDER,
+        LineDoor(cluster, key_limits, parser),
+        days=jobs.batch_days,
+        limits=FileLimits(jobs.batch_files_max, jobs.batch_bytes_max),
+        tokens_queued_max=jobs.batch_tokens_max,
+        line_bytes_max=config.limits.body_bytes_max,
+        prompt_chars_max=config.limits.prompt_chars_max,
+    )

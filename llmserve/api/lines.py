@@ -1,0 +1,123 @@
+"""The door of batch jobs: a line becomes an ordinary request of its key, behind what online requests want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from llmserve.api.limits import Account, KeyCharge, KeyLimits
+from llmserve.api.parse import CallParser
+from llmserve.api.shares import LEVEL_MOST, LEVEL_WEIGHT
+from llmserve.cluster.fitting import check_fits
+from llmserve.cluster.in_flight import Head, Receipt
+from llmserve.cluster.live import LiveCluster
+from llmserve.errors import RequestError, Unauthorized, Unavailable, model_not_found
+from llmserve.request import Call
+
+BATCH_TIER = "batch"  # marks a call as a line of a batch
+
+
+class Answered(Protocol):
+    """Hears how a line ended; see jobs/runner.py."""
+
+    def answered(self, status: int, request_id: str, body: bytes) -> None: ...
+
+    def refused(self, error: RequestError, request_id: str) -> None: ...
+
+
+class LineDoor:
+    """Submits lines to the cluster. Only budgets limit them, not what a key may send in a minute."""
+
+    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, parser: CallParser) -> None:
+        self._cluster, self._key_limits, self._parser = cluster, key_limits, parser
+
+    @property
+    def is_open(self) -> bool:
+        return not self._cluster.draining and any(self._cluster.engines_ready.values())
+
+    async def submit(self, key: str, path: str, body: bytes, within_s: float, client: Answered) -> Callable[[], None]:
+        if self._cluster.draining:
+            raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
+        account = next((account for account in self._key_limits.accounts if account.name == key), None)
+        if account is None:
+            raise Unauthorized("the API key of this batch is not valid any more")
+        parse = self._parser.parse_large if self._parser.is_large(body) else None
+        headers = MappingProxyType[str, str]({})
+        call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
+        call = self._as_line(call, account, within_s)
+        self._check_served(call)
+        in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
+        return partial(self._cluster.cancel, in_flight)
+
+    def _as_line(self, call: Call, account: Account, within_s: float) -> Call:
+        return replace(
+            call,
+            slo_s=within_s,
+            stream_name=account.name,
+            prompt=replace(call.prompt, sender=account.name),
+            share=f"{account.name}//{BATCH_TIER}",
+            weight=account.policy.weight * LEVEL_WEIGHT**-LEVEL_MOST,
+            tier=BATCH_TIER,
+            priority=0,
+        )
+
+    def _check_served(self, call: Call) -> None:
+        models = self._cluster.models
+        if (model := models.get(call.model)) is not None:
+            check_fits(call, model, self._cluster.fleet.infos_of(call.model))
+        elif not self._cluster.fleet.may_come(call.model):
+            raise model_not_found(call.model, models)
+
+    def _charge(self, account: Account, model: str) -> KeyCharge | None:
+        if not account.budgets and self._key_limits.usage is None:
+            return None
+        return _LineCharge(account, model)
+
+
+class _LineCharge(KeyCharge):
+    """Counts a line against the budgets of its key, and as its use."""
+
+    __slots__ = ()
+
+    def _check(self, tokens: float, money: float) -> None:
+        self._account.check_budgets(self.model, tokens, money)
+
+    def _take(self, tokens: float, money: float) -> None:
+        for budget in self._account.budgets:
+            amount = tokens if budget.unit == "tokens" else money
+            self._budgets.append((budget, budget.reserve(amount), amount))
+
+
+class _LineAnswer:
+    """The client of a line: it takes everything at once."""
+
+    __slots__ = ("_client",)
+
+    paused = False
+
+    def __init__(self, client: Answered) -> None:
+        self._client = client
+
+    async def writable(self) -> None:
+        """Always."""
+
+    def begin(self, head: Head) -> None:
+        assert head.body is not None, "a line is no stream"
+        self._client.answered(head.status, _request_id(head.receipt), head.body)
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("a line is no stream")
+
+    def end(self) -> None:
+        raise AssertionError("a line is no stream")
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        self._client.refused(error, _request_id(receipt))
+
+
+def _request_id(receipt: Receipt | None) -> str:
+    return f"llmserve-{receipt.request_id}" if receipt is not None else ""

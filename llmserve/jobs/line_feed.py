@@ -1,0 +1,230 @@
+"""Runs the lines of jobs through the server's queue, a few hundred at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from llmserve.errors import DeadlineExceeded, RequestError
+from llmserve.jobs.job import Job, read_lines
+from llmserve.jobs.lines import Line, answer_row, expired_row, read_line, refusal_row
+from llmserve.jobs.pace import Pace
+from llmserve.jobs.recorder import Recorder, Result
+from llmserve.jobs.rows import Kind
+
+log = logging.getLogger("llmserve")
+
+LINES_MAX = 256  # of all jobs, in the server's queue, on engines, or about to be written
+PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # after a line that no engine could take now
+RETRY_S = 1.0  # after an input file that could not be read
+TRIES_MAX = 3  # of a line that fails on the engines
+
+
+class Answered(Protocol):
+    """Hears how a line ended: once, unless the line is cancelled."""
+
+    def answered(self, status: int, request_id: str, body: bytes) -> None: ...
+
+    def refused(self, error: RequestError, request_id: str) -> None: ...
+
+
+class Door(Protocol):
+    """Where lines enter the server's queue, as ordinary requests do."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server takes lines: it has an engine, and does not end."""
+        ...
+
+    async def submit(self, key: str, path: str, body: bytes, within_s: float, client: Answered) -> Callable[[], None]:
+        """Queue a request with a deadline. Returns what cancels it. Raises RequestError."""
+        ...
+
+
+def choose_lines(jobs: Sequence[Job], room: int) -> list[tuple[Job, list[int]]]:
+    """Which lines start next, `room` at most: those of the earliest deadline, in the order of their file.
+
+    Takes the lines from what waits in their jobs.
+    """
+    chosen: list[tuple[Job, list[int]]] = []
+    for job in sorted(jobs, key=lambda job: (job.expires_at, job.id)):
+        count = min(room, len(job.waiting))
+        if job.open and count > 0:
+            chosen.append((job, [job.waiting.popleft() for _ in range(count)]))
+            room -= count
+    return chosen
+
+
+class LineFeed:
+    """Submits lines while the door is open; `run()` is a task.
+
+    jobs        by id
+    recorder    makes results safe
+    on_trouble  called with an error of the disk
+    clock       unix time
+    pace        of all lines together
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, Job],
+        recorder: Recorder,
+        door: Door,
+        on_trouble: Callable[[Exception], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._jobs, self._recorder, self._door = jobs, recorder, door
+        self._on_trouble, self._clock = on_trouble, clock
+        self.pace = Pace(clock)
+        self._wake = asyncio.Event()
+        self._pause_s, self._paused_until = 0.0, -math.inf
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines can start now."""
+        return self._door.is_open
+
+    def wake(self) -> None:
+        """Look for lines that may start."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            left_s = self._paused_until - self._clock()
+            if left_s > 0 or not self._door.is_open or self._recorder.trouble is not None:
+                await asyncio.sleep(max(left_s, PAUSE_S))
+                self._wake.set()
+                continue
+            busy = sum([len(job.in_flight) + job.recording for job in self._jobs.values()])
+            for job, numbers in choose_lines(list(self._jobs.values()), LINES_MAX - busy):
+                lines = [_LineInFlight(self, job, number) for number in numbers]
+                job.in_flight.update(zip(numbers, lines, strict=True))
+                try:
+                    await self._start(job, lines)
+                except OSError as error:
+                    self._take_back(job, lines)
+                    self._on_trouble(error)
+                    await asyncio.sleep(RETRY_S)
+                    self._wake.set()
+
+    async def read(self, job: Job, numbers: Sequence[int]) -> list[Line]:
+        assert job.loaded is not None, "lines of a job that is not loaded"
+        texts = await asyncio.to_thread(read_lines, job.loaded.path, job.loaded.index, numbers)
+        return [read_line(text) for text in texts]
+
+    async def _start(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+        """Submit these lines, if nobody has taken them back. Raises OSError before the first."""
+        requests = await self.read(job, [line.number for line in lines])
+        for line, request in zip(lines, requests, strict=True):
+            line.request = request
+            if not line.is_in_flight:
+                continue
+            within_s = max(0.001, job.expires_at - self._clock())
+            try:
+                cancel = await self._door.submit(job.key, job.endpoint, bytes(request.body), within_s, line)
+            except RequestError as error:
+                line.refused(error, "")
+            except Exception as error:
+                log.error("line %d of batch %s failed", line.number + 1, job.id, exc_info=error)
+                line.refused(RequestError("the front-end failed on this request", code="internal_error"), "")
+            else:
+                line.started(cancel)
+
+    def _take_back(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+        numbers = [line.number for line in lines if line.is_in_flight]
+        for number in numbers:
+            del job.in_flight[number]
+        job.waiting.extendleft(reversed(numbers))
+
+    def answered(self, job: Job, number: int, request: Line, status: int, request_id: str, body: bytes) -> None:
+        """An engine has answered a line."""
+        if status == 429 or status == 408 or status >= 500:
+            if self._again(job, number, counted=status != 429):
+                return
+        elif status < 400:
+            self._pause_s = 0.0
+        self.note(job, number, answer_row(job.id, number, request, status, request_id, body), failed=status >= 400)
+
+    def refused(self, job: Job, number: int, request: Line, error: RequestError, request_id: str) -> None:
+        """The front-end has refused or failed a line."""
+        if isinstance(error, DeadlineExceeded):
+            if self._clock() < job.expires_at - 1.0:  # it cannot be in time any more
+                self.note_expired(job, number, request)
+                return
+            job.waiting.append(number)  # the batch expires
+            job.changed.set()
+            return
+        passing = error.status >= 500 or error.status == 429
+        if passing and self._again(job, number, counted=error.code == "engine_failed"):
+            return
+        self.note(job, number, refusal_row(job.id, number, request, request_id, error), failed=True)
+
+    def _again(self, job: Job, number: int, *, counted: bool) -> bool:
+        """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
+        job.tries[number] += counted
+        if job.tries[number] >= TRIES_MAX:
+            return False
+        job.waiting.appendleft(number)
+        self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S, 1.5 * self._pause_s))
+        self._paused_until = self._clock() + self._pause_s
+        self._wake.set()
+        return True
+
+    def note_expired(self, job: Job, number: int, request: Line) -> None:
+        """Give a line the result that it was not executed in time."""
+        job.expired += 1
+        self.note(job, number, expired_row(job.id, number, request), failed=True)
+
+    def note(self, job: Job, number: int, row: bytes, *, failed: bool) -> None:
+        job.recording += 1
+
+        def on_safe() -> None:
+            job.recording -= 1
+            self.pace.ended(job.tokens)
+            self._wake.set()
+            if job.is_done:
+                job.changed.set()
+
+        kind: Kind = "error" if failed else "output"
+        self._recorder.add(Result(job.account, kind, failed, row, on_safe))
+
+
+class _LineInFlight:
+    """A line that was chosen to start. It ends once: by an answer, a refusal, or because it is taken back."""
+
+    __slots__ = ("_cancel", "_feed", "_job", "number", "request")
+
+    request: Line  # from the start on
+
+    def __init__(self, feed: LineFeed, job: Job, number: int) -> None:
+        self._feed, self._job, self.number = feed, job, number
+        self._cancel: Callable[[], None] | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._job.in_flight.get(self.number) is self
+
+    def started(self, cancel: Callable[[], None]) -> None:
+        """Note what cancels the line. A line that was taken back meanwhile is cancelled now."""
+        self._cancel = cancel
+        if not self.is_in_flight:
+            cancel()
+
+    def cancel(self) -> None:
+        if self._cancel is not None:
+            self._cancel()
+
+    def answered(self, status: int, request_id: str, body: bytes) -> None:
+        if self.is_in_flight:
+            del self._job.in_flight[self.number]
+            self._feed.answered(self._job, self.number, self.request, status, request_id, body)
+
+    def refused(self, error: RequestError, request_id: str) -> None:
+        if self.is_in_flight:
+            del self._job.in_flight[self.number]
+            self._feed.refused(self._job, self.number, self.request, error, request_id)

@@ -1,0 +1,77 @@
+"""The lines of an input file, and the rows of output and error files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from llmserve.errors import RequestError
+
+CUSTOM_ID_CHARS_MAX = 512
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One request of an input file."""
+
+    custom_id: str
+    url: str
+    body: Raw
+    method: str = "POST"
+
+
+class _Row(msgspec.Struct):
+    """The beginning of a row of results."""
+
+    id: str
+
+
+LINE: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+_ROW: msgspec.json.Decoder[_Row] = msgspec.json.Decoder(_Row)
+EXPIRED = {
+    "code": "batch_expired",
+    "message": "This request could not be executed before the completion window expired.",
+}
+
+
+def read_line(data: bytes) -> Line:
+    """Raises msgspec.DecodeError."""
+    return LINE.decode(data)
+
+
+def answer_row(batch_id: str, number: int, line: Line, status: int, request_id: str, body: bytes) -> bytes:
+    """The row of a request that was answered. number : of the line, from 0.  body : JSON of the answer, or any text"""
+    try:
+        shown: Raw = Raw(msgspec.json.format(body, indent=-1))  # a row is one line
+    except msgspec.DecodeError:
+        shown = Raw(msgspec.json.encode(body.decode(errors="replace")))
+    response = {"status_code": status, "request_id": request_id, "body": shown}
+    return _row(batch_id, number, line.custom_id, response, None)
+
+
+def refusal_row(batch_id: str, number: int, line: Line, request_id: str, error: RequestError) -> bytes:
+    """The row of a request that the front-end refused, in the form of an answer."""
+    return answer_row(batch_id, number, line, error.status, request_id, msgspec.json.encode(error.body()))
+
+
+def expired_row(batch_id: str, number: int, line: Line) -> bytes:
+    """The row of a request that was not executed within the window."""
+    return _row(batch_id, number, line.custom_id, None, EXPIRED)
+
+
+def _row(batch_id: str, number: int, custom_id: str, response: Any, error: Any) -> bytes:
+    row_id = f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
+    row = {"id": row_id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(row) + b"\n"
+
+
+def is_expired(row: bytes) -> bool:
+    """Whether a row of results says that the request was not executed in time."""
+    return not row.endswith(b'"error":null}\n')
+
+
+def number_of(row: bytes) -> int:
+    """The number of the line to which a row of results belongs."""
+    head, _, _ = row.partition(b'","custom_id":')
+    return int(head.rpartition(b"_")[2])

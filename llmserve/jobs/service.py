@@ -1,0 +1,177 @@
+"""The batch jobs of a server, as its endpoints use them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from llmserve.errors import Unavailable
+from llmserve.jobs import database
+from llmserve.jobs.batch_store import BatchStore
+from llmserve.jobs.checking import Checking
+from llmserve.jobs.contract import BatchRow, FileRow, NewBatch, window_s
+from llmserve.jobs.file_store import FileLimits, FileStore
+from llmserve.jobs.folder import Appended, Folder
+from llmserve.jobs.line_feed import Door
+from llmserve.jobs.ownership import Ownership
+from llmserve.jobs.rows import Part
+from llmserve.jobs.runner import Runner
+from llmserve.jobs.servers import Servers
+from llmserve.jobs.work_store import WorkStore
+
+log = logging.getLogger("llmserve")
+
+TIDY_S = 60.0
+DAY_S = 86_400
+
+
+class JobService:
+    """Files and batches of a server. Methods raise RequestError and SQLAlchemyError."""
+
+    def __init__(
+        self,
+        files: FileStore,
+        batches: BatchStore,
+        work: WorkStore,
+        folder: Folder,
+        runner: Runner,
+        *,
+        days: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.files, self.batches, self.folder, self.runner = files, batches, folder, runner
+        self._work = work
+        self._keep_s = days * DAY_S
+        self._clock = clock
+        self._tidying: asyncio.Task[None] | None = None
+
+    # ---- files ----
+
+    def new_file(self) -> Appended:
+        """An empty file for an upload. Raises Unavailable."""
+        try:
+            return self.folder.create()
+        except OSError as error:
+            raise Unavailable(f"the file cannot be stored: {error.strerror}", code="disk", retry_after_s=5.0) from error
+
+    async def add_file(self, key: str, filename: str, file: Appended, expires_s: int | None) -> FileRow:
+        """Make a file of a complete upload, whose bytes are written to the disk first."""
+        try:
+            await asyncio.to_thread(file.sync)
+        except OSError as error:
+            raise Unavailable(f"the file cannot be stored: {error.strerror}", code="disk", retry_after_s=5.0) from error
+        now_s = int(self._clock())
+        expires_at = now_s + min(expires_s or self._keep_s, self._keep_s)
+        part = Part(file.name, file.size)
+        return await self.files.add_file(key, filename, part, now_s=now_s, expires_at=expires_at)
+
+    async def delete_file(self, key: str, file_id: str) -> None:
+        self.folder.remove(await self.files.delete_file(key, file_id))
+
+    async def content(self, key: str, file_id: str) -> tuple[FileRow, list[tuple[Path, int]]]:
+        """A file, and where its bytes are: paths, and how many bytes of each."""
+        file = await self.files.file(key, file_id)
+        parts = await self.files.parts(key, file_id)
+        return file, [(self.folder.path / part.name, part.bytes) for part in parts]
+
+    # ---- batches ----
+
+    async def create(self, key: str, body: bytes, new: NewBatch, idempotency_key: str | None) -> BatchRow:
+        row = await self.batches.create(
+            key,
+            new,
+            window_s=window_s(new.completion_window),
+            now_s=int(self._clock()),
+            idempotency_key=idempotency_key,
+            asked=hashlib.sha256(msgspec.json.encode(msgspec.json.decode(body), order="sorted")).hexdigest(),
+        )
+        self.runner.notice()
+        return row
+
+    async def cancel(self, key: str, batch_id: str) -> BatchRow:
+        row = await self.batches.cancel(key, batch_id, int(self._clock()))
+        self.runner.notice(batch_id)
+        return row
+
+    def shown(self, row: BatchRow) -> dict[str, Any]:
+        """The batch as clients see it, with what llmserve adds."""
+        end = self.runner.expected_end(row.id) if row.status == "in_progress" else None
+        added = {"expected_end_at": end, "warning": None, "paused": self.runner.paused(row.id)}
+        if end is not None and end > row.expires_at:
+            late_s = end - row.expires_at
+            added["warning"] = f"at the present pace the batch ends {late_s:,} s after its window; the rest will expire"
+        return {**row.shown(), "llmserve": added}
+
+    # ---- life ----
+
+    def start(self) -> None:
+        self.runner.start()
+        self._tidying = asyncio.create_task(self._tidy())
+
+    async def close(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
+        await self.runner.close()
+
+    async def _tidy(self) -> None:
+        """Delete what has expired, and what dead servers have left."""
+        while True:
+            try:
+                await self.tidy()
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("files of batch jobs cannot be tidied: %s", error)
+            await asyncio.sleep(TIDY_S)
+
+    async def tidy(self) -> None:
+        now_s = int(self._clock())
+        names = await self.files.delete_expired(now_s)
+        await self.batches.delete_batches(now_s - self._keep_s)
+        await asyncio.to_thread(self.folder.remove, names)
+        alive = await self._work.alive()
+        active = await self._work.active()
+        needed = await self.files.names()
+        await asyncio.to_thread(self.folder.sweep, alive, needed, active)
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    url: str,
+    path: Path,
+    door: Door,
+    *,
+    days: int,
+    limits: FileLimits,
+    tokens_queued_max: int,
+    line_bytes_max: int,
+    prompt_chars_max: int,
+) -> AsyncIterator[JobService]:
+    """The jobs of a store, inside the block; call `start()` and `close()` there. Raises ConfigError.
+
+    url : of the database.  path : folder of the files
+    """
+    folder = Folder(path)
+    base = await database.opened(url)
+    try:
+        servers = Servers(base)
+        work, ownership = WorkStore(base, servers), Ownership(base, servers)
+        folder.generation = await ownership.begin()
+        checking = Checking(
+            folder,
+            line_bytes_max=line_bytes_max,
+            prompt_chars_max=prompt_chars_max,
+            tokens_queued_max=tokens_queued_max,
+        )
+        runner = Runner(work, folder, ownership, checking, door, keep_s=days * DAY_S)
+        yield JobService(FileStore(base, servers, limits), BatchStore(base), work, folder, runner, days=days)
+    finally:
+        await base.close()
