@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.answers import json_response
-from llmserve.api.limits import KeyLimits, Keys
+from llmserve.api.authentication import Keys
+from llmserve.api.limits import KeyLimits
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, ConfigError, NotFound

@@ -26,11 +26,12 @@ from starlette.responses import Response
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
+from llmserve.api.authentication import Keys
 from llmserve.api.batches import FILES, BatchEndpoints, NoBatches
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
-from llmserve.api.limits import Account, KeyLimits, Keys
+from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser
 from llmserve.api.shares import with_share

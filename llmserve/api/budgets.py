@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
 from llmserve.api.key_file import Budgets
-from llmserve.api.usage_file import Entry
+from llmserve.api.usage_file import Entry, Reserve, admit, fit
 
 log = logging.getLogger("llmserve")
 
@@ -24,7 +24,9 @@ Per = Literal["day", "month"]
 class SpentFile(Protocol):
     """Keeps what was spent; see usage_file.py."""
 
-    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]: ...
+    def update(
+        self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()
+    ) -> tuple[dict[Entry, float], list[bool]]: ...
 
     def close(self) -> None: ...
 
@@ -32,9 +34,10 @@ class SpentFile(Protocol):
 class Ledger:
     """What keys have spent in the present day and month. Reserves count as spent, here and in the file.
 
-    Changes are written twice a second, in a thread, and what other servers have added to the file is read then. So a
-    crash loses the changes of the last half second, and requests in flight at a crash stay charged with their reserves.
-    Raises ConfigError when the file cannot be used. wall_clock : unix time, s
+    A reserve is compared with what all servers have spent, and added, in one transaction of the file. A thread does
+    that; requests that come meanwhile share the next transaction. What a request gives back is written twice a second.
+    So a crash loses what was given back in the last half second, and requests in flight at a crash stay charged with
+    their reserves. Raises ConfigError when the file cannot be used. wall_clock : unix time, s
     """
 
     def __init__(self, file: SpentFile, wall_clock: Callable[[], float] = time.time) -> None:
@@ -43,9 +46,12 @@ class Ledger:
         self._until_s = -1.0
         self._periods: dict[Per, tuple[str, float]] = {}  # name, and unix time of the end
         self._changes: dict[Entry, float] = {}
-        self._spent = file.add({}, self._names())
+        self._spent, _ = file.update({}, self._names())
+        self._asked: list[tuple[Sequence[Reserve], asyncio.Future[bool]]] = []
+        self._lock = asyncio.Lock()  # one transaction at a time
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._reserving: asyncio.Task[None] | None = None
         self._failing = False
 
     # ---- periods ----
@@ -81,6 +87,24 @@ class Ledger:
         self._spent[entry] = self._spent.get(entry, 0.0) + amount
         self._changes[entry] = self._changes.get(entry, 0.0) + amount
 
+    async def reserve(self, reserves: Sequence[Reserve]) -> bool:
+        """Reserve these amounts, if all of them fit what all servers have left. True if they do."""
+        loop = asyncio.get_running_loop()
+        while True:
+            admitted: asyncio.Future[bool] = loop.create_future()
+            self._asked.append((reserves, admitted))
+            if self._reserving is None:
+                self._reserving = loop.create_task(self._reserve_all())
+            if await admitted:
+                return True
+            if not fit(reserves, self._spent):  # otherwise enough was given back meanwhile
+                return False
+
+    async def _reserve_all(self) -> None:
+        while self._asked:
+            await self._flush()
+        self._reserving = None
+
     # ---- the file ----
 
     def start(self) -> None:
@@ -91,6 +115,9 @@ class Ledger:
         self._stop.set()
         if self._task is not None:
             await self._task
+        if self._reserving is not None:
+            await self._reserving
+            await asyncio.sleep(0.0)  # who has left meanwhile gives back
         await self._flush()
         await asyncio.to_thread(self._file.close)
 
@@ -102,24 +129,41 @@ class Ledger:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write the changes, and read all that was spent. Changes that cannot be written are kept for the next time."""
-        written, self._changes = self._changes, {}
-        names = self._names()
-        try:
-            spent = await asyncio.to_thread(self._file.add, written, names)
-        except Exception as error:  # serving goes on, by what is in memory
-            if not self._failing:
-                log.warning("what keys have spent cannot be written: %s", error)
-            self._failing = True
-            for entry, amount in written.items():
+        """Write the changes, reserve what was asked for, and read all that was spent."""
+        async with self._lock:
+            written, self._changes = self._changes, {}
+            asked, self._asked = self._asked, []
+            reserves = [reserves for reserves, _ in asked]
+            try:
+                spent, admitted = await asyncio.to_thread(self._file.update, written, self._names(), reserves)
+            except Exception as error:
+                admitted = self._go_on(written, reserves, error)
+            else:
+                if self._failing:
+                    log.info("what keys have spent is written again")
+                self._failing = False
+                for entry, amount in self._changes.items():  # made meanwhile
+                    spent[entry] = spent.get(entry, 0.0) + amount
+                self._spent = spent
+        for (_, future), fits in zip(asked, admitted, strict=True):
+            if not future.done():
+                future.set_result(fits)
+
+    def _go_on(
+        self, written: Mapping[Entry, float], asked: Sequence[Sequence[Reserve]], error: Exception
+    ) -> list[bool]:
+        """Serve by what is in memory, for the file has failed. The changes are kept for the next time."""
+        if not self._failing:
+            log.warning("what keys have spent cannot be written: %s", error)
+        self._failing = True
+        for entry, amount in written.items():
+            self._changes[entry] = self._changes.get(entry, 0.0) + amount
+        admitted = []
+        for reserves in asked:
+            admitted.append(admit(reserves, self._spent))
+            for entry, amount, _ in reserves if admitted[-1] else ():
                 self._changes[entry] = self._changes.get(entry, 0.0) + amount
-            return
-        if self._failing:
-            log.info("what keys have spent is written again")
-        self._failing = False
-        for entry, amount in self._changes.items():  # made meanwhile
-            spent[entry] = spent.get(entry, 0.0) + amount
-        self._spent = spent
+        return admitted
 
 
 class Budget:
@@ -154,16 +198,14 @@ class Budget:
     def renewed_in_s(self) -> float:
         return self._ledger.renewed_in_s(self.per)
 
-    def reserve(self, amount: float) -> str:
-        """Returns the period, for `settle`."""
-        period = self._ledger.period(self.per)
-        self._ledger.add(self._entry(period), amount)
-        self.reserved += amount
-        return period
+    def reserve_of(self, amount: float) -> Reserve:
+        """What is to be reserved of this budget for such an amount."""
+        return Reserve(self._entry(self._ledger.period(self.per)), amount, self.limit)
 
-    def settle(self, period: str, reserved: float, used: float) -> None:
-        self._ledger.add(self._entry(period), used - reserved)
-        self.reserved -= reserved
+    def settle(self, reserve: Reserve, used: float) -> None:
+        """Give back what was reserved, and spend what was used."""
+        self._ledger.add(reserve.entry, used - reserve.amount)
+        self.reserved -= reserve.amount
 
     def _entry(self, period: str) -> Entry:
         return Entry(self.key, period, self.unit)

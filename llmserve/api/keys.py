@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from llmserve.api.authentication import Keys
 from llmserve.api.budgets import Ledger
 from llmserve.api.key_file import KeyFile, Limits, read_key_file, read_keys
-from llmserve.api.limits import KeyLimits, Keys, UsageCounts
+from llmserve.api.limits import KeyLimits, UsageCounts
 from llmserve.api.usage_file import UsageFile
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.queue_times import LiveQueueTimes

@@ -1,22 +1,23 @@
-"""API keys and the limits of each key."""
+"""The limits of each key."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from llmserve.api.authentication import Keys
 from llmserve.api.buckets import Bucket, Scope
 from llmserve.api.budgets import Budget, Ledger, budgets_of
 from llmserve.api.key_file import KeyFile, KeyPolicy, Limits, Price
+from llmserve.api.usage_file import Reserve
 from llmserve.cluster.charges import QueueTimes
 from llmserve.cluster.in_flight import InFlightCall
-from llmserve.errors import BadRequest, RateLimited, RequestError, Unauthorized
+from llmserve.errors import BadRequest, RateLimited, RequestError
 from llmserve.request import Request
 
 NONE = Limits()
@@ -24,41 +25,6 @@ KEPT_S = 1.0  # how long a prediction is kept: a client that asks again and agai
 RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
 
 Headers = tuple[tuple[bytes, bytes], ...]
-
-
-class Keys:
-    """Checks keys. A key is looked up by its SHA-256 digest.
-
-    The time of a look-up can tell of digests only, and no key follows from a part of its digest. keys : name -> key
-    """
-
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._names: dict[bytes, str] = {}
-        self.replace(keys)
-
-    def replace(self, keys: Mapping[str, str]) -> None:
-        self._names = {_digest(key): name for name, key in keys.items()}
-
-    @property
-    def required(self) -> bool:
-        """Whether clients need a key."""
-        return bool(self._names)
-
-    def authenticate(self, authorization: str | None) -> str:
-        """Return the name of the key ("" when no key is required). Raises Unauthorized."""
-        if not self._names:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise Unauthorized("the request has no API key; send `Authorization: Bearer KEY`")
-        name = self._names.get(_digest(key.strip()))
-        if name is None:
-            raise Unauthorized("the API key is wrong")
-        return name
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 class UsageCounts(Protocol):
@@ -99,7 +65,7 @@ class KeyLimits:
         self.keys = Keys({})
         self.prices: Mapping[str, Price] = MappingProxyType({})
         self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
-        self._ledger = ledger
+        self.ledger = ledger
         self._accounts: dict[str, Account] = {}
         self._defaults: Limits | None = None
         self.change(file, defaults)
@@ -114,7 +80,7 @@ class KeyLimits:
             account = self._accounts.get(name)
             if account is None or defaults != self._defaults or policy != account.policy:
                 account = account or self._accounts.setdefault(name, Account(name, self))
-                account.change(policy, policy.limits.over(defaults), self._ledger)
+                account.change(policy, policy.limits.over(defaults), self.ledger)
         for name in [name for name, account in self._accounts.items() if name not in (file.keys or ("",))]:
             if not self._accounts[name].key.running:
                 del self._accounts[name]
@@ -253,24 +219,26 @@ class Account:
             )
 
     def check_budgets(self, model: str, tokens: float, money: float) -> None:
-        """Raise RateLimited if the request exceeds what is left of a budget; BadRequest if it always will."""
+        """Raise BadRequest if the request will always exceed a budget."""
         for budget in self.budgets:
             if budget.unit == "money" and model not in self.limits.prices:
                 raise BadRequest(
                     f"this key has a budget of money, and the model {model!r} has no price", code="no_price"
                 )
-            amount = tokens if budget.unit == "tokens" else money
-            if amount > budget.limit:
+            if (tokens if budget.unit == "tokens" else money) > budget.limit:
                 raise _too_large(tokens, f"{budget} is this key's whole budget", "insufficient_quota")
-            if amount > budget.left:
-                comes_back = amount <= budget.left + budget.reserved  # of requests in flight that need less
-                raise self._refusal(
-                    f"this key has {budget.shown(max(0.0, budget.left))} left of its budget of {budget}, and this "
-                    f"request may need {budget.shown(amount)}",
-                    code="insufficient_quota",
-                    retry_after_s=self._first_end_s("") if comes_back else budget.renewed_in_s,
-                    model=model,
-                )
+
+    def over_budget(self, model: str, reserves: Sequence[tuple[Budget, Reserve]]) -> RateLimited:
+        """The refusal of a request whose reserves did not fit."""
+        budget, reserve = min(reserves, key=lambda pair: pair[0].left - pair[1].amount)
+        comes_back = reserve.amount <= budget.left + budget.reserved  # of requests in flight that need less
+        return self._refusal(
+            f"this key has {budget.shown(max(0.0, budget.left))} left of its budget of {budget}, and this "
+            f"request may need {budget.shown(reserve.amount)}",
+            code="insufficient_quota",
+            retry_after_s=self._first_end_s("") if comes_back else budget.renewed_in_s,
+            model=model,
+        )
 
     def _refusal(self, message: str, *, code: str, retry_after_s: float, model: str) -> RateLimited:
         error = RateLimited(message, code=code, retry_after_s=retry_after_s)
@@ -339,31 +307,59 @@ class KeyCharge:
     tokens  reserved.  waits : whether these count as waiting
     """
 
-    __slots__ = ("_account", "_budgets", "_output_tokens", "_scopes", "call", "model", "tokens", "waits")
+    __slots__ = ("_account", "_budgets", "_output_tokens", "_scopes", "_settled", "call", "model", "tokens", "waits")
 
     call: InFlightCall  # from `reserve` on
 
     def __init__(self, account: Account, model: str) -> None:
         self._account, self.model = account, model
         self._scopes: tuple[Scope, ...] = ()
-        self._budgets: list[tuple[Budget, str, float]] = []  # with the period, and the amount reserved
+        self._budgets: list[tuple[Budget, Reserve]] = []
+        self._settled = False
         self.tokens = self._output_tokens = 0.0
         self.waits = False
 
-    def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
+    def reserve(
+        self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float
+    ) -> Coroutine[Any, Any, None] | None:
         account, tokens = self._account, prompt_tokens + output_tokens
         self.call, self.tokens, self._output_tokens = in_flight, tokens, output_tokens
         account.last = in_flight.request
+        money = self._money(prompt_tokens, output_tokens)
         if account.is_limited:
-            money = self._money(prompt_tokens, output_tokens)
             try:
                 self._check(tokens, money)
             except RequestError as error:
-                account.limits.on_refused(error.code or error.type)
-                account.count_refused(self.model)
+                self._count_refused(error)
                 raise
-            self._take(tokens, money)
+            self._take(tokens)
         account.charges.add(self)
+        return self._reserve_budgets(tokens, money) if account.budgets else None
+
+    def _count_refused(self, error: RequestError) -> None:
+        self._account.limits.on_refused(error.code or error.type)
+        self._account.count_refused(self.model)
+
+    async def _reserve_budgets(self, tokens: float, money: float) -> None:
+        """Reserve what the call needs of the budgets, all or nothing. Raises RateLimited."""
+        account, ledger = self._account, self._account.limits.ledger
+        assert ledger is not None, "a budget has a ledger"
+        amounts = [(budget, tokens if budget.unit == "tokens" else money) for budget in account.budgets]
+        reserves = [(budget, budget.reserve_of(amount)) for budget, amount in amounts]
+        if await ledger.reserve([reserve for _, reserve in reserves]):
+            for budget, reserve in reserves:
+                budget.reserved += reserve.amount
+            self._budgets = reserves
+            if self._settled:  # the client has left meanwhile
+                self._settle_budgets(0.0, 0.0)
+        elif not self._settled:
+            self._give_back(0.0)
+            for scope in self._scopes[1:]:
+                if scope.requests is not None:
+                    scope.requests.take(-1.0, account.limits.clock())
+            error = account.over_budget(self.model, reserves)
+            self._count_refused(error)
+            raise error
 
     def _check(self, tokens: float, money: float) -> None:
         account, scopes = self._account, self._account.scopes(self.model)
@@ -373,7 +369,7 @@ class KeyCharge:
             account.check_tokens(scope, self.model, tokens)
         account.check_budgets(self.model, tokens, money)
 
-    def _take(self, tokens: float, money: float) -> None:
+    def _take(self, tokens: float) -> None:
         account, now_s = self._account, self._account.limits.clock()
         self._scopes, self.waits = account.scopes(self.model), True
         for scope in self._scopes[1:]:
@@ -384,9 +380,6 @@ class KeyCharge:
             scope.waiting_tokens += tokens
             if scope.tokens is not None:
                 scope.tokens.take(tokens, now_s)
-        for budget in account.budgets:
-            amount = tokens if budget.unit == "tokens" else money
-            self._budgets.append((budget, budget.reserve(amount), amount))
 
     def started(self) -> None:
         if self.waits:
@@ -395,20 +388,28 @@ class KeyCharge:
                 scope.waiting_tokens -= self.tokens
 
     def settle(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float | None) -> None:
-        self.started()
-        account, now_s = self._account, self._account.limits.clock()
-        account.charges.discard(self)
+        account = self._account
         output = self._output_tokens if output_tokens is None else output_tokens
         used, money = prompt_tokens + output, self._money(prompt_tokens, output)
+        self._give_back(used)
+        self._settle_budgets(used, money)
+        if account.limits.usage is not None:
+            account.limits.usage.ended(account.name, self.model, in_flight.request.id, prompt_tokens, output, money)
+
+    def _give_back(self, used: float) -> None:
+        """Give back what was not used of the limits. used : tokens"""
+        self._settled = True
+        self.started()
+        self._account.charges.discard(self)
         for scope in self._scopes[1:]:
             scope.running -= 1
         for scope in self._scopes:
             if scope.tokens is not None:
-                scope.tokens.take(used - self.tokens, now_s)
-        for budget, period, reserved in self._budgets:
-            budget.settle(period, reserved, used if budget.unit == "tokens" else money)
-        if account.limits.usage is not None:
-            account.limits.usage.ended(account.name, self.model, in_flight.request.id, prompt_tokens, output, money)
+                scope.tokens.take(used - self.tokens, self._account.limits.clock())
+
+    def _settle_budgets(self, tokens: float, money: float) -> None:
+        for budget, reserve in self._budgets:
+            budget.settle(reserve, tokens if budget.unit == "tokens" else money)
 
     def _money(self, prompt_tokens: float, output_tokens: float) -> float:
         price = self._account.limits.prices.get(self.model)

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.answers import json_response
-from llmserve.api.limits import Keys
+from llmserve.api.authentication import Keys
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import Unauthorized
 from llmserve.metrics import Metrics

@@ -1,6 +1,7 @@
 """The SQLite file in which servers keep what keys have spent of their budgets.
 
-Several servers may use one file: each adds its changes in a transaction, so none overwrites another's.
+Several servers may use one file: each adds its changes in a transaction, so none overwrites another's, and reserves are
+compared with the limits in the same transaction, so that all servers together admit no more than these allow.
 """
 
 from __future__ import annotations
@@ -30,6 +31,27 @@ class Entry(NamedTuple):
     unit: str
 
 
+class Reserve(NamedTuple):
+    """An amount to be reserved. It is refused if more than `limit` would be spent with it."""
+
+    entry: Entry
+    amount: float
+    limit: float
+
+
+def fit(reserves: Sequence[Reserve], spent: Mapping[Entry, float]) -> bool:
+    """Whether all of the reserves fit beside what was spent."""
+    return all(spent.get(entry, 0.0) + amount <= limit for entry, amount, limit in reserves)
+
+
+def admit(reserves: Sequence[Reserve], spent: dict[Entry, float]) -> bool:
+    """Add reserves to what was spent, if all of them fit. True if they do."""
+    fits = fit(reserves, spent)
+    for entry, amount, _ in reserves if fits else ():
+        spent[entry] = spent.get(entry, 0.0) + amount
+    return fits
+
+
 class UsageFile:
     """Raises ConfigError when the file cannot be used."""
 
@@ -38,6 +60,8 @@ class UsageFile:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")  # with NORMAL, a commit waits for no disk
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("BEGIN IMMEDIATE")
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -49,22 +73,29 @@ class UsageFile:
         except (OSError, RuntimeError, sqlite3.Error) as error:
             raise ConfigError(f"usage_file: cannot use {path}: {error}") from error
 
-    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
-        """Add the changes to what was spent. Returns what all servers have spent in these periods.
+    def update(
+        self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()
+    ) -> tuple[dict[Entry, float], list[bool]]:
+        """Add the changes to what was spent, then the reserves of each request that fit, in turn.
 
-        Raises sqlite3.Error; then nothing was added. May be called in a thread, but never twice at once.
+        Returns what all servers have spent in these periods, and whether each request's reserves were added. Raises
+        sqlite3.Error; then nothing was added. May be called in a thread, but never twice at once.
         """
         connection = self._connection
-        connection.execute("BEGIN IMMEDIATE" if changes else "BEGIN")
+        connection.execute("BEGIN IMMEDIATE" if changes or asked else "BEGIN")
         try:
             connection.executemany(ADD, [(*entry, amount) for entry, amount in changes.items()])
             marks = ", ".join("?" * len(periods))
             rows = connection.execute(f"SELECT * FROM spent WHERE period IN ({marks})", periods).fetchall()
+            spent = {Entry(key, period, unit): amount for key, period, unit, amount in rows}
+            admitted = [admit(reserves, spent) for reserves in asked]
+            added = [reserve for reserves, fits in zip(asked, admitted, strict=True) if fits for reserve in reserves]
+            connection.executemany(ADD, [(*entry, amount) for entry, amount, _ in added])
             connection.execute("COMMIT")
         except BaseException:
             connection.rollback()
             raise
-        return {Entry(key, period, unit): amount for key, period, unit, amount in rows}
+        return spent, admitted
 
     def close(self) -> None:
         self._connection.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from llmserve.cluster.in_flight import InFlightCall
@@ -36,19 +37,40 @@ class Charges:
     def __init__(self, models: Callable[[], Mapping[str, ModelQueues]], now_s: Callable[[], float]) -> None:
         self._models = models
         self._now_s = now_s
+        self._reserving: set[asyncio.Task[None]] = set()
 
-    def reserve(self, in_flight: InFlightCall) -> bool:
-        """Reserve what the call probably uses at most. False: a limit refuses the call, and its client knows."""
+    def reserve(self, in_flight: InFlightCall, admit: Callable[[InFlightCall], None]) -> None:
+        """Reserve what the call probably uses at most, then admit it, unless a limit refuses it: its client then knows.
+
+        `admit` is called at once, or later if a budget must be asked.
+        """
         charge, request = in_flight.charge, in_flight.request
         assert charge is not None, "a call without limits reserves nothing"
         answer = most_tokens(request, in_flight.call, self._service(request.model).tokens_mean)
         try:
-            charge.reserve(in_flight, request.prompt_tokens, request.choices * answer)
+            reserving = charge.reserve(in_flight, request.prompt_tokens, request.choices * answer)
         except RequestError as error:
-            in_flight.charge = None
-            in_flight.fail(error)
-            return False
-        return True
+            self._refuse(in_flight, error)
+            reserving = None
+        if reserving is None:
+            admit(in_flight)
+            return
+        task = asyncio.get_running_loop().create_task(self._reserve_later(in_flight, reserving, admit))
+        self._reserving.add(task)
+        task.add_done_callback(self._reserving.discard)
+
+    async def _reserve_later(
+        self, in_flight: InFlightCall, reserving: Awaitable[None], admit: Callable[[InFlightCall], None]
+    ) -> None:
+        try:
+            await reserving
+        except RequestError as error:
+            self._refuse(in_flight, error)
+        admit(in_flight)
+
+    def _refuse(self, in_flight: InFlightCall, error: RequestError) -> None:
+        in_flight.charge = None
+        in_flight.fail(error)
 
     def settle(self, in_flight: InFlightCall) -> None:
         """Give back what an ended call has not used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -69,8 +70,13 @@ class Client(Protocol):
 class Charge(Protocol):
     """What one call uses of its key's limits; see charges.py."""
 
-    def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
-        """Reserve these tokens. Raises RequestError when a limit refuses the call; then nothing is reserved."""
+    def reserve(
+        self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float
+    ) -> Coroutine[Any, Any, None] | None:
+        """Reserve these tokens. Returns what must be awaited until they are; None: they are.
+
+        Raises RequestError when a limit refuses the call, here or when awaited; then nothing is reserved.
+        """
         ...
 
     def started(self) -> None:

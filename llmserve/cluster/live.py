@@ -198,10 +198,17 @@ class LiveCluster:
             call.share,
             call.weight,
         )
-        if in_flight.charge is None or self._charges.reserve(in_flight):
+        if in_flight.charge is None:
             self._step(RequestArrived(in_flight.request))
         else:
+            self._charges.reserve(in_flight, self._admit)
+
+    def _admit(self, in_flight: InFlightCall) -> None:
+        """Queue a call whose charge has been reserved, unless it was refused or its client has left."""
+        if in_flight.gone or in_flight.complete:
             self._forget(in_flight)
+        else:
+            self._step(RequestArrived(in_flight.request))
 
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""

@@ -180,10 +180,6 @@ class FormedQueue:
         returned = [(*self.turn_of(batch), batch) for batch in self.returned]
         return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
 
-    def firsts(self) -> list[FormedBatch]:
-        """`batches`, but of the large ones only the first of each share."""
-        return [batch for batch in self.batches() if not batch.large or self._large[batch.share][0][3] is batch]
-
     def remove(self, queued: QueuedRequest) -> None:
         assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"
         batch = queued.formed

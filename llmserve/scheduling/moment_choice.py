@@ -28,6 +28,91 @@ class Whose(NamedTuple):
     every: bool
 
 
+class Candidates:
+    """The candidates of one dispatch of a group.
+
+    set_aside : shares whose large batches others may pass on this engine.  asks : whether releases may let bins wait
+    """
+
+    def __init__(self, group: Group, forming: Forming, times: Timetable, now_s: float, *, asks: bool) -> None:
+        self._group, self._forming, self._times = group, forming, times
+        self._now_s, self._asks = now_s, asks
+        self.set_aside: set[Share] = set()
+
+    def on(self, engine: EngineState, whose: Whose | None = None) -> Iterator[Candidate]:
+        """Of all models, for this engine."""
+        for queues in self._group.tally.queues.values():
+            if engine.serves(queues.model):
+                most = min(self._forming.batch_size, engine.room_at_once)
+                yield from self.of(engine, queues, most, (), whose, by_least=False)
+
+    def of(
+        self,
+        engine: EngineState,
+        queues: ModelQueues,
+        most: int,
+        runs: Sequence[Run],
+        whose: Whose | None = None,
+        *,
+        by_least: bool,
+    ) -> Iterator[Candidate]:
+        """One candidate for each bin that its release lets go now, and one for each formed batch.
+
+        whose : requests that the batch must hold; slots that refill take one of them at a time
+        """
+        shorter: tuple[DeadlineQueue, ...] = ()
+        waiting, waits = 0, self._asks and queues.release.waits
+        share = whose.share if whose is not None else None
+        alone = share is not None and not engine.info.barrier
+        most, within = (1, None) if alone else (most, share)
+        held = whose.share.waiting if whose is not None and whose.every else 1
+        formed = (
+            [batch for batch in queues.formed.batches() if self._may_be_next(batch, share)] if queues.formed else []
+        )
+        for batch in formed:
+            if batch.large:  # it has waited longer than the requests of its bin: among equals it comes first
+                yield self.formed(engine, queues, batch, most, by_least=by_least)
+        for bin_queue in queues.bins:
+            assert isinstance(bin_queue, DeadlineQueue)
+            queue = bin_queue.of_share(share) if alone and share is not None else bin_queue
+            if queue is None or not queue.requests:
+                continue
+            waiting += len(queue)
+            same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
+            all_of_it = min(len(bin_queue), self._forming.batch_size)
+            idle = bool(runs) or not engine.running
+            released = self._forming.size(queues, bin_queue, self._now_s, idle) if waits else all_of_it
+            times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
+            if released >= all_of_it:
+                candidate = Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
+            elif released:  # the release limits the size, so no requests of shorter bins are added
+                candidate = Candidate(engine, queues.model, queue, times_s, min(most, released), len(queue))
+            if released:
+                candidate.share, candidate.held = within, held
+                yield candidate
+            shorter = (queue, *shorter)
+        for batch in formed:
+            if not batch.large:
+                yield self.formed(engine, queues, batch, most, by_least=by_least)
+
+    def _may_be_next(self, batch: FormedBatch, share: Share | None) -> bool:
+        """Whether a formed batch is a candidate. share : None: of any"""
+        passed = batch.large and batch.share in self.set_aside
+        return batch.avoid is None and not passed and (share is None or batch.has(share))
+
+    def formed(
+        self, engine: EngineState, queues: ModelQueues, batch: FormedBatch, most: int, *, by_least: bool
+    ) -> Candidate:
+        row, times_s = FormedRow(batch), self._batch_times(engine, queues, batch.bin, by_least=by_least)
+        return Candidate(engine, queues.model, row, times_s, min(most, len(times_s)), len(row), batch=batch)
+
+    def _batch_times(
+        self, engine: EngineState, queues: ModelQueues, bin_index: int, *, by_least: bool = False
+    ) -> Sequence[float]:
+        times = self._times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
+        return times.least if by_least else times.expected
+
+
 class MomentChoice:
     """Chooses the batches that start in one dispatch of a group, by an order of the moment.
 
@@ -40,15 +125,13 @@ class MomentChoice:
     def __init__(
         self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float, *, asks: bool = True
     ) -> None:
-        self._asks = asks
         self._group = group
         self._pool = group.pool
         self._forming = forming
         self._order = order
-        self._times = times
         self._now_s = now_s
         self._wakes_s: list[float] = []
-        self._set_aside: set[FormedBatch] = set()  # batches that others may pass on this engine
+        self._candidates = Candidates(group, forming, times, now_s, asks=asks)
         self._alone = False  # nothing else can start there
 
     def starts(self) -> Iterator[Start]:
@@ -68,7 +151,7 @@ class MomentChoice:
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
         times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s(self._now_s) for engine in engines]]
         times_s += [engine.circuit.suspects_from_s for engine in engines]
-        times_s += [engine.turn.rests_until_s for engine in engines if self._set_aside]
+        times_s += [engine.turn.rests_until_s for engine in engines if self._candidates.set_aside]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
@@ -93,7 +176,7 @@ class MomentChoice:
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
-        self._set_aside, self._alone = set(), False
+        self._candidates.set_aside, self._alone = set(), False
         while (best := self.next(engines)) is not None:
             if self.may_start(best):
                 return self._start(best)
@@ -105,8 +188,8 @@ class MomentChoice:
         """The best candidate that was not set aside, and if there is none, of those that were; None: none is left."""
         best = next(filter(None, map(partial(self._best_for, engines), self._shares(engines))), None)
         best = best or self._trial(engines)
-        if best is None and self._set_aside and not self._alone:
-            self._set_aside, self._alone = set(), True
+        if best is None and self._candidates.set_aside and not self._alone:
+            self._candidates.set_aside, self._alone = set(), True
             return self.next(engines)
         return best
 
@@ -122,8 +205,9 @@ class MomentChoice:
         return self._alone and not engine.running
 
     def passes(self, candidate: Candidate) -> bool:
-        """Set a candidate aside that cannot start now, so that others may pass it. False: it blocks the engine, as a
-        candidate that needs no more than its fair share of the memory does, and any other in its turn.
+        """Set a candidate aside that cannot start now, with all large ones of its share: others may pass them.
+
+        False: it blocks the engine, for it needs no more than its fair share of the memory, or has its turn there.
         """
         engine, first = candidate.engine, candidate.first(self._now_s)
         if not is_large(first, engine.info):
@@ -132,12 +216,10 @@ class MomentChoice:
         batch, _ = self._batch_of(candidate)
         if candidate.batch is None:
             formed.push(batch)
-        is_next = formed.set_apart_large(batch)
-        self._set_aside.add(batch)
+        formed.set_apart_large(batch)
+        self._candidates.set_aside.add(batch.share)
         elsewhere = [other for other in self._pool.free_for(candidate.model) if other is not engine]
-        if not is_next or any(other.turn.holder is first for other in elsewhere):
-            return True
-        if not engine.turn.is_open_to(first, self._now_s):
+        if any(other.turn.holder is first for other in elsewhere) or not engine.turn.is_open_to(first, self._now_s):
             return True
         engine.turn.wait(first, self._now_s)
         return False
@@ -183,7 +265,7 @@ class MomentChoice:
                 if avoids or engine.circuit.refuses(batch, self._now_s):
                     continue
                 for by_least in (False, True):
-                    candidate = self._formed(engine, queues, batch, engine.room_at_once, by_least=by_least)
+                    candidate = self._candidates.formed(engine, queues, batch, engine.room_at_once, by_least=by_least)
                     candidate.count = candidate.largest(self._now_s)
                     if candidate.count:
                         self.take(candidate)
@@ -201,7 +283,7 @@ class MomentChoice:
             return None
         best: tuple[tuple[float, int], Candidate] | None = None
         for engine in engines:
-            for candidate in self._all_candidates(engine, whose):
+            for candidate in self._candidates.on(engine, whose):
                 oldest = candidate.queue.oldest_undated()
                 if oldest is not None and is_overdue(oldest, self._now_s):
                     turn = oldest.arrived_at_s, oldest.request.id
@@ -227,7 +309,7 @@ class MomentChoice:
         for engine in engines:
             if engine.running or not engine.info.speeds:
                 continue
-            for candidate in self._all_candidates(engine):
+            for candidate in self._candidates.on(engine):
                 model, queue = candidate.model, candidate.queue
                 if engine.speed(model) is None or self._now_s < engine.proven_until_s(model):
                     continue
@@ -237,12 +319,6 @@ class MomentChoice:
                     candidate.count, candidate.place = 1, len(queue) - 1
                     return candidate
         return None
-
-    def _all_candidates(self, engine: EngineState, whose: Whose | None = None) -> Iterator[Candidate]:
-        for queues in self._group.tally.queues.values():
-            if engine.serves(queues.model):
-                most = min(self._forming.batch_size, engine.room_at_once)
-                yield from self._candidates(engine, queues, most, (), whose, by_least=False)
 
     def _pick(
         self, engines: Sequence[EngineState], whose: Whose | None = None, *, by_least: bool = False
@@ -280,7 +356,7 @@ class MomentChoice:
                 continue
             if best is not None and order.least_key(min(count, most)) > best[0]:
                 continue
-            for candidate in self._candidates(engine, queues, most, runs, whose, by_least=by_least):
+            for candidate in self._candidates.of(engine, queues, most, runs, whose, by_least=by_least):
                 if candidate.waiting < at_least:
                     continue
                 if best is not None and order.least_key(min(candidate.waiting, candidate.most)) > best[0]:
@@ -296,63 +372,12 @@ class MomentChoice:
             return None
         return self._order.key(candidate, self._now_s)
 
-    def _candidates(
-        self,
-        engine: EngineState,
-        queues: ModelQueues,
-        most: int,
-        runs: Sequence[Run],
-        whose: Whose | None = None,
-        *,
-        by_least: bool,
-    ) -> Iterator[Candidate]:
-        """One candidate for each bin that its release lets go now, and one for each formed batch.
-
-        whose : requests that the batch must hold; slots that refill take one of them at a time
-        """
-        shorter: tuple[DeadlineQueue, ...] = ()
-        waiting, waits = 0, self._asks and queues.release.waits
-        share = whose.share if whose is not None else None
-        alone = share is not None and not engine.info.barrier
-        most, within = (1, None) if alone else (most, share)
-        held = whose.share.waiting if whose is not None and whose.every else 1
-        formed = [batch for batch in queues.formed.firsts() if self._may_be_next(batch, share)] if queues.formed else []
-        for batch in formed:
-            if batch.large:  # it has waited longer than the requests of its bin: among equals it comes first
-                yield self._formed(engine, queues, batch, most, by_least=by_least)
-        for bin_queue in queues.bins:
-            assert isinstance(bin_queue, DeadlineQueue)
-            queue = bin_queue.of_share(share) if alone and share is not None else bin_queue
-            if queue is None or not queue.requests:
-                continue
-            waiting += len(queue)
-            same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
-            all_of_it = min(len(bin_queue), self._forming.batch_size)
-            idle = bool(runs) or not engine.running
-            released = self._forming.size(queues, bin_queue, self._now_s, idle) if waits else all_of_it
-            times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
-            if released >= all_of_it:
-                candidate = Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
-            elif released:  # the release limits the size, so no requests of shorter bins are added
-                candidate = Candidate(engine, queues.model, queue, times_s, min(most, released), len(queue))
-            if released:
-                candidate.share, candidate.held = within, held
-                yield candidate
-            shorter = (queue, *shorter)
-        for batch in formed:
-            if not batch.large:
-                yield self._formed(engine, queues, batch, most, by_least=by_least)
-
-    def _may_be_next(self, batch: FormedBatch, share: Share | None) -> bool:
-        """Whether a formed batch is a candidate. share : None: of any"""
-        return batch.avoid is None and batch not in self._set_aside and (share is None or batch.has(share))
-
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
         """The best start on a free engine, of one bin or of the formed batches; None: nothing can start."""
         if not queues.waiting or not engine.serves(queues.model):
             return None
         most = min(self._forming.batch_size, engine.room)
-        candidates = list(self._candidates(engine, queues, most, (), by_least=False))
+        candidates = list(self._candidates.of(engine, queues, most, (), by_least=False))
         own = [option for option in candidates if option.batch is not None or option.queue is queues.bins[bin_index]]
         keyed = [(key, place) for place, option in enumerate(own) if (key := self._key(option)) is not None]
         best = own[min(keyed)[1]] if keyed else None
@@ -362,15 +387,3 @@ class MomentChoice:
         """Take the candidate's requests as a batch that is reserved for the candidate's engine."""
         batch, size = self.take(candidate)
         return self._group.queues[batch.model].formed.split(batch, size) if candidate.batch is not None else batch
-
-    def _formed(
-        self, engine: EngineState, queues: ModelQueues, batch: FormedBatch, most: int, *, by_least: bool
-    ) -> Candidate:
-        row, times_s = FormedRow(batch), self._batch_times(engine, queues, batch.bin, by_least=by_least)
-        return Candidate(engine, queues.model, row, times_s, min(most, len(times_s)), len(row), batch=batch)
-
-    def _batch_times(
-        self, engine: EngineState, queues: ModelQueues, bin_index: int, *, by_least: bool = False
-    ) -> Sequence[float]:
-        times = self._times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
-        return times.least if by_least else times.expected

@@ -416,6 +416,7 @@ def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
         return False
     for queued in reversed(book.by_id.values()):
         if queued.request.share == most and queued.run is None and queued.group == group.name:
+            book.touch(group)  # one share may wait alone now, and its batches form early
             book.queues_of(queued).leave(queued)
             book.fail(queued, "queue_full")
             return True

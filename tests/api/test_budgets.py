@@ -18,11 +18,11 @@ import pytest
 from front import until
 from server_process import Server
 
-from llmserve.api.budgets import Budget, Ledger
+from llmserve.api.budgets import Ledger
 from llmserve.api.key_file import Budgets, KeyFile, KeyPolicy, Limits, Price
 from llmserve.api.keys import keys_of
 from llmserve.api.limits import KeyCharge, KeyLimits
-from llmserve.api.usage_file import Entry, UsageFile
+from llmserve.api.usage_file import Entry, Reserve, UsageFile, admit
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.engines.fake import FakeEngine
 from llmserve.errors import BadRequest, ConfigError, RateLimited
@@ -50,11 +50,17 @@ def limits_of(ledger: Ledger, prices: Mapping[str, Price] | None = None, **budge
     return KeyLimits(file, ledger=ledger)
 
 
-def charged(limits: KeyLimits, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:
+def call_of(model: str = "m") -> InFlightCall:
+    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
+
+
+async def charged(limits: KeyLimits, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:
     charge = limits.account("alice").charge(model)
     assert charge is not None
-    call = InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
-    charge.reserve(call, prompt, output)
+    call = call_of(model)
+    reserving = charge.reserve(call, prompt, output)
+    assert reserving is not None, "budgets are asked in the file"
+    await reserving
     return charge, call
 
 
@@ -65,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 def amounts(path: Path, periods: Sequence[str] = ("2026-11-23", "2026-11", "2026-12")) -> dict[Entry, float]:
     file = UsageFile(path)
-    spent = file.add({}, periods)
+    spent, _ = file.update({}, periods)
     file.close()
     return spent
 
@@ -73,16 +79,16 @@ def amounts(path: Path, periods: Sequence[str] = ("2026-11-23", "2026-11", "2026
 async def test_a_budget_reserves_and_settles_by_day_and_month(path: Path) -> None:
     ledger = Ledger(UsageFile(path), Clock())
     limits = limits_of(ledger, tokens_per_day=1_000, tokens_per_month=10_000)
-    charge, call = charged(limits, 100, 800)
+    charge, call = await charged(limits, 100, 800)
     with pytest.raises(RateLimited, match="100 tokens left of its budget of 1,000 tokens per day") as refusal:
-        charged(limits, 1, 100)
+        await charged(limits, 1, 100)
     assert refusal.value.code == "insufficient_quota"
     assert refusal.value.retry_after_s == 1.0, "a request in flight may give back enough"
     charge.settle(call, 100, 50)
-    charge, call = charged(limits, 50, 800)
+    charge, call = await charged(limits, 50, 800)
     charge.settle(call, 50, 800)
     with pytest.raises(RateLimited) as refusal:
-        charged(limits, 1, 100)
+        await charged(limits, 1, 100)
     assert refusal.value.retry_after_s == pytest.approx(12 * 3600), "the next day begins at midnight of UTC"
     await ledger.close()
     assert amounts(path) == {TODAY: 1_000.0, Entry("alice", "2026-11", "tokens"): 1_000.0}
@@ -91,28 +97,28 @@ async def test_a_budget_reserves_and_settles_by_day_and_month(path: Path) -> Non
 async def test_a_request_above_the_whole_budget_is_no_matter_of_time(path: Path) -> None:
     limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=1_000)
     with pytest.raises(BadRequest, match="may need 1,001 tokens, but 1,000 tokens per day is this key's whole budget"):
-        charged(limits, 1, 1_000)
+        await charged(limits, 1, 1_000)
 
 
 async def test_money_goes_by_the_models_price(path: Path) -> None:
     prices = {"m": Price(input=1.0, output=10.0)}
     limits = limits_of(Ledger(UsageFile(path), Clock()), prices, money_per_month=0.01)
-    charge, call = charged(limits, 1_000, 500)  # 0.001 + 0.005
+    charge, call = await charged(limits, 1_000, 500)  # 0.001 + 0.005
     with pytest.raises(RateLimited, match=r"0\.004 of money left"):
-        charged(limits, 0, 500)
+        await charged(limits, 0, 500)
     charge.settle(call, 1_000, 100)
-    charged(limits, 0, 500)
+    await charged(limits, 0, 500)
     with pytest.raises(BadRequest, match="the model 'other' has no price"):
-        charged(limits, 0, 1, model="other")
+        await charged(limits, 0, 1, model="other")
 
 
 async def test_a_new_day_has_a_new_budget_and_a_request_is_settled_in_its_own(path: Path) -> None:
     clock = Clock(MONTHS_END - 60)
     ledger = Ledger(UsageFile(path), clock)
     limits = limits_of(ledger, tokens_per_month=100)
-    charge, call = charged(limits, 0, 90)
+    charge, call = await charged(limits, 0, 90)
     clock.at_s = MONTHS_END
-    charged(limits, 0, 100)
+    await charged(limits, 0, 100)
     charge.settle(call, 0, 10)
     await ledger.close()
     assert amounts(path) == {Entry("alice", "2026-11", "tokens"): 10.0, Entry("alice", "2026-12", "tokens"): 100.0}
@@ -120,25 +126,65 @@ async def test_a_new_day_has_a_new_budget_and_a_request_is_settled_in_its_own(pa
 
 async def test_a_restart_remembers_what_was_spent(path: Path) -> None:
     ledger = Ledger(UsageFile(path), Clock())
-    charged(limits_of(ledger, tokens_per_day=100), 0, 80)
+    await charged(limits_of(ledger, tokens_per_day=100), 0, 80)
     await ledger.close()
     limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=100)
     with pytest.raises(RateLimited):
-        charged(limits, 0, 30)
-    charged(limits, 0, 20)
+        await charged(limits, 0, 30)
+    await charged(limits, 0, 20)
 
 
-async def test_a_server_sees_what_another_spends(path: Path) -> None:
+async def test_a_server_sees_at_once_what_another_reserves(path: Path) -> None:
     one, other = Ledger(UsageFile(path), Clock()), Ledger(UsageFile(path), Clock())
     limits = limits_of(other, tokens_per_day=100)
-    charged(limits_of(one, tokens_per_day=100), 0, 80)
-    charged(limits, 0, 10)
-    await one.close()
-    await other._flush()
+    await charged(limits_of(one, tokens_per_day=100), 0, 80)
+    await charged(limits, 0, 10)
     with pytest.raises(RateLimited, match="10 tokens left"):
-        charged(limits, 0, 11)
-    await other.close()
+        await charged(limits, 0, 11)
     assert amounts(path) == {TODAY: 90.0}
+    await one.close()
+    await other.close()
+
+
+async def test_what_fits_only_some_of_the_budgets_reserves_nothing(path: Path) -> None:
+    limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=1_000, tokens_per_month=100)
+    await charged(limits, 0, 60)
+    with pytest.raises(RateLimited, match="40 tokens left of its budget of 100 tokens per month"):
+        await charged(limits, 0, 50)
+    assert amounts(path) == {TODAY: 60.0, Entry("alice", "2026-11", "tokens"): 60.0}
+    assert [budget.reserved for budget in limits.account("alice").budgets] == [60.0, 60.0]
+
+
+async def test_a_call_that_ends_while_its_budget_is_asked_gives_all_back(path: Path) -> None:
+    ledger = Ledger(UsageFile(path), Clock())
+    limits = limits_of(ledger, tokens_per_day=100)
+    charge, call = limits.account("alice").charge("m"), call_of()
+    assert charge is not None
+    reserving = charge.reserve(call, 0, 80)
+    assert reserving is not None
+    asking = asyncio.ensure_future(reserving)
+    await asyncio.sleep(0.0)
+    charge.settle(call, 0.0, 0.0)
+    await asking
+    await charged(limits, 0, 100)
+    await ledger.close()
+    assert amounts(path) == {TODAY: 100.0}
+
+
+async def test_many_that_ask_at_once_share_transactions(path: Path) -> None:
+    file, transactions = UsageFile(path), 0
+    limits = limits_of(Ledger(file, Clock()), tokens_per_day=1_000)
+    update = file.update
+
+    def counted(*args: Any) -> Any:
+        nonlocal transactions
+        transactions += 1
+        return update(*args)
+
+    file.update = counted  # type: ignore[method-assign]
+    asked = await asyncio.gather(*[charged(limits, 0, 10) for _ in range(200)], return_exceptions=True)
+    assert sum(isinstance(answer, tuple) for answer in asked) == 100
+    assert transactions < 20
 
 
 class FailingFile:
@@ -148,12 +194,15 @@ class FailingFile:
         self.fails = False
         self.written: dict[Entry, float] = {}
 
-    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
+    def update(
+        self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()
+    ) -> tuple[dict[Entry, float], list[bool]]:
         if self.fails:
             raise sqlite3.OperationalError("disk I/O error")
         for entry, amount in changes.items():
             self.written[entry] = self.written.get(entry, 0.0) + amount
-        return dict(self.written)
+        admitted = [admit(reserves, self.written) for reserves in asked]
+        return dict(self.written), admitted
 
     def close(self) -> None:
         pass
@@ -164,12 +213,12 @@ async def test_what_cannot_be_written_still_counts_and_is_written_later(caplog: 
     ledger = Ledger(file, Clock())
     limits = limits_of(ledger, tokens_per_day=100)
     file.fails = True
-    charged(limits, 0, 60)
+    await charged(limits, 0, 60)
     await ledger._flush()
     await ledger._flush()
     assert caplog.text.count("disk I/O error") == 1, "a failure is logged once"
     with pytest.raises(RateLimited):
-        charged(limits, 0, 50)
+        await charged(limits, 0, 50)
     file.fails = False
     await ledger._flush()
     assert file.written == {TODAY: 60.0}
@@ -180,14 +229,14 @@ async def test_what_is_spent_during_a_write_counts_at_once_and_is_written_next(p
     ledger = Ledger(file, Clock())
     ledger.add(TODAY, 1.0)
     writing, go_on = threading.Event(), threading.Event()
-    add = file.add
+    update = file.update
 
-    def slow_add(changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
+    def slow(*args: Any) -> Any:
         writing.set()
         assert go_on.wait(30.0)
-        return add(changes, periods)
+        return update(*args)
 
-    file.add = slow_add  # type: ignore[method-assign]
+    file.update = slow  # type: ignore[method-assign]
     flushing = asyncio.ensure_future(ledger._flush())
     await asyncio.to_thread(writing.wait, 30.0)
     ledger.add(TODAY, 2.0)
@@ -216,7 +265,7 @@ from llmserve.api.usage_file import Entry, UsageFile
 
 file = UsageFile(Path(sys.argv[1]))
 for _ in range(200):
-    file.add({Entry("alice", "2026-11-23", "tokens"): 1.0}, [])
+    file.update({Entry("alice", "2026-11-23", "tokens"): 1.0}, [])
 """
 
 
@@ -232,7 +281,7 @@ from pathlib import Path
 from llmserve.api.usage_file import Entry, UsageFile
 
 file = UsageFile(Path(sys.argv[1]))
-file.add({Entry("alice", "2026-11-23", "tokens"): 5.0}, [])
+file.update({Entry("alice", "2026-11-23", "tokens"): 5.0}, [])
 file._connection.execute("BEGIN IMMEDIATE")
 file._connection.execute("UPDATE spent SET amount = 77")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -265,7 +314,7 @@ def test_only_its_owner_can_read_the_file(path: Path) -> None:
 async def test_a_changed_budget_keeps_what_is_spent_and_reserved(path: Path) -> None:
     ledger = Ledger(UsageFile(path), Clock())
     limits = limits_of(ledger, tokens_per_day=100)
-    charged(limits, 0, 80)
+    await charged(limits, 0, 80)
     more = KeyPolicy(budgets=Budgets(tokens_per_day=200))
     limits.change(KeyFile(keys={"alice": "sk-1"}, policies={"alice": more}), Limits())
     (budget,) = limits.account("alice").budgets
@@ -273,14 +322,15 @@ async def test_a_changed_budget_keeps_what_is_spent_and_reserved(path: Path) -> 
         **{"key": "alice", "unit": "tokens", "per": "day"},
         **{"limit": 200, "spent": 0, "reserved": 80},
     }
-    charged(limits, 0, 120)
+    await charged(limits, 0, 120)
 
 
 async def test_a_budget_tells_what_is_reserved(path: Path) -> None:
-    budget = Budget(Ledger(UsageFile(path), Clock()), "alice", "tokens", "day", 100)
-    period = budget.reserve(60)
+    limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=100)
+    (budget,) = limits.account("alice").budgets
+    charge, call = await charged(limits, 10, 50)
     assert (budget.left, budget.reserved) == (40, 60)
-    budget.settle(period, 60, 10)
+    charge.settle(call, 10, 0)
     assert (budget.left, budget.reserved) == (90, 0)
 
 

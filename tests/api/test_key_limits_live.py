@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,24 @@ class Watch:
         self.refused: list[tuple[float, float]] = []  # needed, free
         reserve, settle = KeyCharge.reserve, KeyCharge.settle
 
-        def watched_reserve(charge: KeyCharge, call: InFlightCall, prompt: float, output: float) -> None:
+        def watched_reserve(charge: KeyCharge, call: InFlightCall, prompt: float, output: float) -> Any:
             account = charge._account
-            bucket, budgets = account.key.tokens, account.budgets
-            free = bucket.level(account.limits.clock()) if bucket is not None else min(b.left for b in budgets)
-            try:
-                reserve(charge, call, prompt, output)
-            except RateLimited:
-                self.refused.append((prompt + output, free))
-                raise
+            bucket = account.key.tokens
             self.reserved[call.request.id] = prompt + output
+            free = bucket.level(account.limits.clock()) if bucket is not None else 0.0
+            try:
+                reserving = reserve(charge, call, prompt, output)
+            except RateLimited:
+                self._refuse(call, free)
+                raise
+            return None if reserving is None else asked(reserving, charge, call)
+
+        async def asked(reserving: Awaitable[None], charge: KeyCharge, call: InFlightCall) -> None:
+            try:
+                await reserving
+            except RateLimited:
+                self._refuse(call, min(budget.left for budget in charge._account.budgets))
+                raise
 
         def watched_settle(charge: KeyCharge, call: InFlightCall, prompt: float, output: float | None) -> None:
             self.used[call.request.id] = prompt + (output or 0.0)
@@ -64,6 +73,9 @@ class Watch:
 
         monkeypatch.setattr(KeyCharge, "reserve", watched_reserve)
         monkeypatch.setattr(KeyCharge, "settle", watched_settle)
+
+    def _refuse(self, call: InFlightCall, free: float) -> None:
+        self.refused.append((self.reserved.pop(call.request.id), free))
 
     @property
     def errors(self) -> float:
@@ -223,5 +235,24 @@ async def test_two_servers_on_one_file_of_budgets_count_all(start_front: StartFr
         used = sum(body["usage"]["total_tokens"] for _, _, body in answers)
         file = UsageFile(tmp_path / "usage.sqlite")
         today = [f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}" for days in (-1, 0)]
-        await until(lambda: abs(sum(file.add({}, today).values()) - used) < 0.01)
+        await until(lambda: abs(sum(file.update({}, today)[0].values()) - used) < 0.01)
         file.close()
+
+
+async def test_fifty_at_once_on_two_servers_with_one_file_overspend_nothing(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    """Each may take all of the budget that the other has not taken, and together they take it."""
+    limit = 1_000
+    async with FakeEngine(step_s=0.001, slots=16) as engine:
+        server = keys_file(tmp_path, f"tokens_per_day = {limit}")
+        fronts = [await start_front(engine, slots=16, server=server) for _ in range(2)]
+        bob = {"authorization": "Bearer sk-2"}
+        await asyncio.gather(
+            *[ask(front, 20, bob) for _ in range(40) for front in fronts]
+        )  # they teach sizes of prompts
+        answers = await asyncio.gather(*[ask(front, 20) for _ in range(50) for front in fronts])
+        used = sum(body["usage"]["total_tokens"] for status, _, body in answers if status == 200)
+        refused = [body["error"]["code"] for status, _, body in answers if status != 200]
+    assert set(refused) == {"insufficient_quota"}
+    assert 0.9 * limit <= used <= limit

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processor_time import cpu_s
 
+from llmserve.api.authentication import Keys
 from llmserve.api.buckets import Bucket
 from llmserve.api.key_file import KeyFile, KeyPolicy, Limits
-from llmserve.api.limits import Account, KeyCharge, KeyLimits, Keys
+from llmserve.api.limits import Account, KeyCharge, KeyLimits
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import BadRequest, ConfigError, RateLimited, Unauthorized
@@ -58,7 +59,7 @@ class Clock:
 
 
 class Times:
-    """Waiting requests start in as many seconds as their id says, and run for 7 s. one_more_s : start of one more"""
+    """Waiting requests start in as many seconds as their id says, and run for 7 s. one_more_s : `next_s` of all"""
 
     one_more_s: float | None = None
 

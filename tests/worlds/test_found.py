@@ -201,8 +201,8 @@ def test_a_bin_is_due_when_the_rate_will_have_fallen_although_its_longest_wait_i
     scheduler = new_scheduler(engine("e", 2), batch_size=2, preemption="off", **settings)
     table = DispatchTable((0, 1, 2), (), (), service_s=(2.0, 2.5), late_s=(2.0, 2.5), wait_s_max=9.0)
     scheduler.handle(DispatchSolved(DispatchPlan((0,), (table,)), ""), 0.0)
-    for number, at_s in enumerate([0.0, 1.0]):
-        scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=LARGER)), at_s)
+    for number, (at_s, prompt_tokens) in enumerate([(0.0, LARGER), (1.0, SMALL)]):
+        scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt_tokens)), at_s)
     while scheduler.wake_at_s is not None and scheduler.wake_at_s < 3.5:
         scheduler.handle(TimerFired(), scheduler.wake_at_s)
     scheduler.handle(TimerFired(), 3.95)
@@ -245,3 +245,17 @@ def test_a_suspect_has_its_trial_on_time_although_the_engine_has_only_places_ahe
     assert scheduler.handle(TimerFired(), 1.0) == []
     assert scheduler.wake_at_s == 2.0
     assert starts(scheduler.handle(TimerFired(), 2.0)) == [("e", 1)]
+
+
+def test_a_full_queue_that_makes_room_lets_the_batches_of_the_share_that_is_left_form() -> None:
+    """World 70342: the last other share was refused, no engine was free, and a full batch stayed in its bin."""
+    config = SchedulingConfig(order="fffs", release="full", bins=1, batch_size=2, queue_requests_max=3)
+    scheduler = config.resolved(barrier=True).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("e", 2, True)), 0.0)
+    shares = ["many", "many", "light", "many", "many", "many"]
+    for request_id, share in enumerate(shares):
+        weight = 0.25 if share == "light" else 1.0
+        actions = scheduler.handle(RequestArrived(Request(request_id, 4.0, share=share, weight=weight)), 0.0)
+    assert actions == [FailRequest(2, "queue_full")]
+    check(scheduler)
+    assert len(scheduler.queues("").formed) == 2

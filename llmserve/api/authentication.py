@@ -1,0 +1,43 @@
+"""API keys: who a client is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from llmserve.errors import Unauthorized
+
+
+class Keys:
+    """Checks keys. A key is looked up by its SHA-256 digest.
+
+    The time of a look-up can tell of digests only, and no key follows from a part of its digest. keys : name -> key
+    """
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._names: dict[bytes, str] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Mapping[str, str]) -> None:
+        self._names = {_digest(key): name for name, key in keys.items()}
+
+    @property
+    def required(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._names)
+
+    def authenticate(self, authorization: str | None) -> str:
+        """Return the name of the key ("" when no key is required). Raises Unauthorized."""
+        if not self._names:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthorized("the request has no API key; send `Authorization: Bearer KEY`")
+        name = self._names.get(_digest(key.strip()))
+        if name is None:
+            raise Unauthorized("the API key is wrong")
+        return name
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
