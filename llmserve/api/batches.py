@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from llmserve.api.answers import error_response, json_response
 from llmserve.api.bodies import BODIES, bad_request
 from llmserve.api.exchange import Exchange
-from llmserve.api.limits import Keys
+from llmserve.api.authentication import Keys
 from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
 
 if TYPE_CHECKING:

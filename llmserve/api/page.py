@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from llmserve.api.limits import Keys
+from llmserve.api.authentication import Keys
 from llmserve.cluster.watch import Watch
 from llmserve.errors import NotFound, Unauthorized
 

@@ -1,4 +1,4 @@
-"""Validates input files in a process of low priority, one at a time."""
+"""Validates input files one at a time: small ones in a thread, others in a process of low priority."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import msgspec
 from llmserve.jobs.contract import BatchRow, LineError
 from llmserve.jobs.folder import Folder
 from llmserve.jobs.rows import Part
-from llmserve.jobs.validation import Report, Task
+from llmserve.jobs.validation import Report, Task, validate
 from llmserve.jobs.work_store import WorkStore
+
+THREAD_BYTES = 256 << 10  # takes milliseconds; a process takes a second to start
 
 
 class Checking:
@@ -37,6 +39,8 @@ class Checking:
             prompt_chars_max=self._prompt_chars_max,
         )
         async with self._gate:
+            if part.bytes <= THREAD_BYTES:
+                return await asyncio.to_thread(validate, task)
             return await _in_process(task)
 
     async def too_much(self, store: WorkStore, batch: BatchRow, report: Report) -> list[LineError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from llmserve.jobs.contract import BatchRow
+from llmserve.jobs.in_order import Shape
 from llmserve.jobs.lines import is_expired, number_of
 from llmserve.jobs.recorder import Account
 from llmserve.jobs.rows import Part, Segment
-from llmserve.jobs.validation import Index
+from llmserve.jobs.validation import ANSWER_TOKENS, Index
 
 READ_BYTES = 1 << 20
 
@@ -45,7 +46,7 @@ class Cancellable(Protocol):
 class Job:
     """One batch under one epoch.
 
-    waiting    numbers of the lines to run, in order
+    waiting    numbers of the lines that are neither in flight nor have a result
     in_flight  lines that were chosen to start, and have no answer yet
     expired    lines whose result says that they were not executed in time
     tokens     of a line, on average, estimated
@@ -58,7 +59,7 @@ class Job:
         self.epoch, self.expires_at, self.total = row.epoch, row.expires_at, row.total
         self.account = Account(row.id, row.epoch, row.completed, row.failed)
         self.loaded: Loaded | None = None
-        self.waiting: deque[int] = deque()
+        self.waiting: set[int] = set()
         self.in_flight: dict[int, Cancellable] = {}
         self.recording = 0  # lines whose result is not safe yet
         self.expired = 0
@@ -82,8 +83,7 @@ class Job:
         self.total = len(loaded.index)
         self.account.completed, self.account.failed = loaded.completed, loaded.failed
         self.expired = loaded.expired
-        self.waiting = deque(loaded.waiting)
-        self.open = True
+        self.waiting = set(loaded.waiting)
 
     def stop_lines(self) -> None:
         """Take back every line that has no answer yet."""
@@ -91,7 +91,18 @@ class Job:
         in_flight, self.in_flight = self.in_flight, {}
         for line in in_flight.values():
             line.cancel()
-        self.waiting.extendleft(sorted(in_flight, reverse=True))
+        self.waiting.update(in_flight)
+
+    def shapes(self) -> list[Shape]:
+        """The lines that wait, in the order of the file."""
+        assert self.loaded is not None, "lines of a job that is not loaded"
+        numbers = sorted(self.waiting)
+        records = self.loaded.index[numbers]
+        tokens, prefixes = records["output_tokens_max"].tolist(), records["prefix"].tolist()
+        return [
+            Shape(number, most or ANSWER_TOKENS, prefix)
+            for number, most, prefix in zip(numbers, tokens, prefixes, strict=True)
+        ]
 
 
 def load(folder: Path, index: Path, part: Part, segments: Iterable[Segment]) -> Loaded:

@@ -6,9 +6,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Protocol
 
 from llmserve.errors import DeadlineExceeded, RequestError
+from llmserve.jobs.in_order import Feeder, InOrder
 from llmserve.jobs.job import Job, read_lines
 from llmserve.jobs.lines import Line, answer_row, expired_row, read_line, refusal_row
 from llmserve.jobs.pace import Pace
@@ -17,7 +20,6 @@ from llmserve.jobs.rows import Kind
 
 log = logging.getLogger("llmserve")
 
-LINES_MAX = 256  # of all jobs, in the server's queue, on engines, or about to be written
 PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # after a line that no engine could take now
 RETRY_S = 1.0  # after an input file that could not be read
 TRIES_MAX = 3  # of a line that fails on the engines
@@ -44,20 +46,6 @@ class Door(Protocol):
         ...
 
 
-def choose_lines(jobs: Sequence[Job], room: int) -> list[tuple[Job, list[int]]]:
-    """Which lines start next, `room` at most: those of the earliest deadline, in the order of their file.
-
-    Takes the lines from what waits in their jobs.
-    """
-    chosen: list[tuple[Job, list[int]]] = []
-    for job in sorted(jobs, key=lambda job: (job.expires_at, job.id)):
-        count = min(room, len(job.waiting))
-        if job.open and count > 0:
-            chosen.append((job, [job.waiting.popleft() for _ in range(count)]))
-            room -= count
-    return chosen
-
-
 class LineFeed:
     """Submits lines while the door is open; `run()` is a task.
 
@@ -65,6 +53,7 @@ class LineFeed:
     recorder    makes results safe
     on_trouble  called with an error of the disk
     clock       unix time
+    feeder      chooses the lines; None: in the order of their files
     pace        of all lines together
     """
 
@@ -75,8 +64,10 @@ class LineFeed:
         door: Door,
         on_trouble: Callable[[Exception], None],
         clock: Callable[[], float],
+        feeder: Feeder | None = None,
     ) -> None:
         self._jobs, self._recorder, self._door = jobs, recorder, door
+        self._feeder = feeder or InOrder()
         self._on_trouble, self._clock = on_trouble, clock
         self.pace = Pace(clock)
         self._wake = asyncio.Event()
@@ -87,8 +78,17 @@ class LineFeed:
         """Whether lines can start now."""
         return self._door.is_open
 
-    def wake(self) -> None:
-        """Look for lines that may start."""
+    def open(self, job: Job) -> None:
+        """Let the lines of a job start. May be called again."""
+        if not job.open:
+            job.open = True
+            self._feeder.add(job.id, job.expires_at, job.shapes())
+        self._wake.set()
+
+    def stop(self, job: Job) -> None:
+        """Take back every line of a job that has no answer yet."""
+        self._feeder.remove(job.id)
+        job.stop_lines()
         self._wake.set()
 
     async def run(self) -> None:
@@ -100,10 +100,7 @@ class LineFeed:
                 await asyncio.sleep(max(left_s, PAUSE_S))
                 self._wake.set()
                 continue
-            busy = sum([len(job.in_flight) + job.recording for job in self._jobs.values()])
-            for job, numbers in choose_lines(list(self._jobs.values()), LINES_MAX - busy):
-                lines = [_LineInFlight(self, job, number) for number in numbers]
-                job.in_flight.update(zip(numbers, lines, strict=True))
+            for job, lines in self._taken():
                 try:
                     await self._start(job, lines)
                 except OSError as error:
@@ -111,6 +108,18 @@ class LineFeed:
                     self._on_trouble(error)
                     await asyncio.sleep(RETRY_S)
                     self._wake.set()
+
+    def _taken(self) -> list[tuple[Job, list[_LineInFlight]]]:
+        """The lines that start now, which are in flight from here on. Neighbours of one job are together."""
+        taken: list[tuple[Job, list[_LineInFlight]]] = []
+        for job_id, handed in groupby(self._feeder.take(self._clock()), attrgetter("job")):
+            job = self._jobs[job_id]
+            lines = [_LineInFlight(self, job, line.number) for line in handed]
+            for line in lines:
+                job.in_flight[line.number] = line
+                job.waiting.discard(line.number)
+            taken.append((job, lines))
+        return taken
 
     async def read(self, job: Job, numbers: Sequence[int]) -> list[Line]:
         assert job.loaded is not None, "lines of a job that is not loaded"
@@ -136,10 +145,15 @@ class LineFeed:
                 line.started(cancel)
 
     def _take_back(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
-        numbers = [line.number for line in lines if line.is_in_flight]
-        for number in numbers:
-            del job.in_flight[number]
-        job.waiting.extendleft(reversed(numbers))
+        for line in reversed(lines):
+            if line.is_in_flight:
+                del job.in_flight[line.number]
+                self._back(job, line.number)
+
+    def _back(self, job: Job, number: int) -> None:
+        """Let a line wait again."""
+        job.waiting.add(number)
+        self._feeder.back(job.id, number)
 
     def answered(self, job: Job, number: int, request: Line, status: int, request_id: str, body: bytes) -> None:
         """An engine has answered a line."""
@@ -156,7 +170,7 @@ class LineFeed:
             if self._clock() < job.expires_at - 1.0:  # it cannot be in time any more
                 self.note_expired(job, number, request)
                 return
-            job.waiting.append(number)  # the batch expires
+            job.waiting.add(number)  # the batch expires
             job.changed.set()
             return
         passing = error.status >= 500 or error.status == 429
@@ -169,7 +183,7 @@ class LineFeed:
         job.tries[number] += counted
         if job.tries[number] >= TRIES_MAX:
             return False
-        job.waiting.appendleft(number)
+        self._back(job, number)
         self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S, 1.5 * self._pause_s))
         self._paused_until = self._clock() + self._pause_s
         self._wake.set()
@@ -186,6 +200,7 @@ class LineFeed:
         def on_safe() -> None:
             job.recording -= 1
             self.pace.ended(job.tokens)
+            self._feeder.ended(job.id, number, self._clock(), job.tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()

@@ -73,7 +73,7 @@ class Runner:
         """Take all lines back, and leave the batches to the next server."""
         await _end(self._loops)
         for job in self.jobs.values():
-            job.stop_lines()
+            self._feed.stop(job)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await self.recorder.flush()
@@ -157,9 +157,8 @@ class Runner:
     def _forget(self, batch_id: str) -> None:
         job = self.jobs.pop(batch_id, None)
         if job is not None:
-            job.stop_lines()
+            self._feed.stop(job)
             job.account.close()
-            self._feed.wake()
 
     def _report(self, error: Exception) -> None:
         trouble = trouble_of(error)
@@ -221,8 +220,7 @@ class Runner:
         if job.loaded is None:
             await self._load(job, row)
         job.tokens = row.tokens / max(1, row.total)
-        job.open = True
-        self._feed.wake()
+        self._feed.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):
@@ -245,11 +243,12 @@ class Runner:
 
     async def _expire(self, job: Job, row: BatchRow) -> None:
         """Write a row for each line without a result, then end the batch."""
-        job.stop_lines()
+        self._feed.stop(job)
         await self.recorder.flush()
         while job.waiting and not job.account.lost:
-            numbers = [job.waiting.popleft() for _ in range(min(EXPIRED_AT_ONCE, len(job.waiting)))]
+            numbers = sorted(job.waiting)[:EXPIRED_AT_ONCE]
             for number, line in zip(numbers, await self._feed.read(job, numbers), strict=True):
+                job.waiting.discard(number)
                 self._feed.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
@@ -258,7 +257,7 @@ class Runner:
         await self._finish(row, "completed")
 
     async def _cancel(self, job: Job, row: BatchRow) -> None:
-        job.stop_lines()
+        self._feed.stop(job)
         await self.recorder.flush()
         await self._finish(row, "cancelled")
 
@@ -275,7 +274,7 @@ class Runner:
         if status is None:
             job.account.lost = True
         if status != "in_progress":
-            job.open = False
+            self._feed.stop(job)
             job.changed.set()
 
 

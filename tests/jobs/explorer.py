@@ -102,7 +102,11 @@ class LiveConnection:
         await self._server.breathe()
         self._disk.may_fail()
         result = self._connection.execute(statement, *values)
-        self._disk.may_fail()
+        try:
+            self._disk.may_fail()
+        except OperationalError:
+            result.close()  # SQLite cannot roll back while a statement has rows to give; aiosqlite has read all
+            raise
         return result
 
 
@@ -304,11 +308,15 @@ class World:
         return self.drawn.choice([server for server in self.servers if not server.dead])
 
     async def _start(self) -> None:
-        while True:
+        for _ in range(100):
             server = Server(self)
-            with contextlib.suppress(OperationalError):
+            try:
                 server.folder.generation = await server.ownership.begin()
                 break
+            except OperationalError as error:
+                last = error
+        else:
+            raise last
         self.servers.append(server)
         server.runner.start()
 
