@@ -31,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     sender            hash of who sent the request: of the client's key, or without keys of the prompt; 0 when unknown
     share             who answers for the cost: the engines' time is shared fairly between shares; "": one for all such
     weight            of the share: with twice the weight it is served twice as much, > 0
+    background        a line of a job: it takes what other requests leave, until its latest start has come
+    after_tokens      predicted output tokens of the lines of its job that follow it
     """
 
     id: int
@@ -45,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     sender: int = 0
     share: str = ""
     weight: float = 1.0
+    background: bool = False
+    after_tokens: float = 0.0
 
     @property
     def expected_tokens(self) -> float | None:

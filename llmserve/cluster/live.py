@@ -47,6 +47,7 @@ from llmserve.scheduling.messages import (
     PlanGroups,
     PreemptBatch,
     ReportCircuit,
+    ReportDue,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -204,7 +205,7 @@ class LiveCluster:
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
         in_flight.gone = True
-        if not in_flight.complete and in_flight.request.id in self.scheduler.requests:
+        if not in_flight.complete and self.scheduler.has(in_flight.request.id):
             self._step(RequestCancelled(in_flight.request.id))
         self._forget(in_flight)
 
@@ -239,6 +240,8 @@ class LiveCluster:
             _log_trust(action)
         elif isinstance(action, SolveDispatch):
             self._solving.begin(action)
+        elif isinstance(action, ReportDue):
+            log.debug("line %d of a job counts as online from now on", action.request_id)
         else:
             assert isinstance(action, PlanGroups), (
                 f"unknown action {action}; PlanGroups needs nothing here: its planner listens to the journal"
@@ -272,7 +275,7 @@ class LiveCluster:
 
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
-        if in_flight.request.id not in self.scheduler.requests:
+        if not self.scheduler.has(in_flight.request.id):
             self._in_flight.pop(in_flight.request.id, None)
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)

@@ -166,8 +166,9 @@ class SimulatedCluster:
         if flush:
             self._step(DrainRequested())
         self._advance(math.inf)
-        for request_id in sorted(self.scheduler.requests):
-            self._step(RequestCancelled(request_id))
+        for waiting in (self.scheduler.background.waiting, self.scheduler.requests):  # lines first, or they would start
+            for request_id in sorted(waiting):
+                self._step(RequestCancelled(request_id))
 
     def notify(self, event: Event, at_s: float) -> None:
         """Give the scheduler this event at this time. Events of one instant keep the order in which they were made.
