@@ -65,21 +65,29 @@ class Admission:
         if group.needs_dispatch:
             self._book.touch(group)
 
-    def _learn(self, group: Group, queues: ModelQueues) -> None:
-        """Learn the reserve from an online request that waits from now on.
+    def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:
+        """Slots of the model's engines that online requests want, and those that lines hold.
 
-        A barrier engine runs one batch: a request that arrives wants all slots of another.
+        A barrier engine gives all its slots to one batch.
         """
-        fair = queues.fair
         if queues.engines and queues.engines[0].info.barrier:
-            online = [any(not run.queued.request.background for run in e.running.values()) for e in queues.engines]
-            wanted = (sum(online) + 1) * queues.slots
-        else:
-            members = (queues,) if len(group.queues) == 1 else group.queues.values()
-            wanted = sum([member.present - member.lines for member in members if member.fair is fair])
-        reserve = self.reserves.get(fair)
+            running = [[run.queued.request.background for run in e.running.values()] for e in queues.engines]
+            lines = sum([all(of_lines) for of_lines in running if of_lines])
+            online = sum([not all(of_lines) for of_lines in running if of_lines])
+            return online * queues.slots, lines * queues.slots
+        fair = queues.fair
+        members = (queues,) if len(group.queues) == 1 else group.queues.values()
+        lines = sum([member.lines for member in members if member.fair is fair])
+        return sum([member.present for member in members if member.fair is fair]) - lines, lines
+
+    def _learn(self, group: Group, queues: ModelQueues) -> None:
+        """Learn the reserve from an online request that waits from now on."""
+        wanted, _ = self.held(group, queues)
+        if queues.engines and queues.engines[0].info.barrier:
+            wanted += queues.slots  # it wants an engine of its own
+        reserve = self.reserves.get(queues.fair)
         if reserve is None:
-            reserve = self.reserves[fair] = Reserve()
+            reserve = self.reserves[queues.fair] = Reserve()
         reserve.arrived(self._book.now_s, wanted)
 
 

@@ -8,9 +8,9 @@ A line waits here, apart from the queues of its model, until one of these:
     it is due      its latest start has come by the forecasts. From now on it is an online request of its share.
     it is late     its window has closed.
 
-The latest start of a line is the end of its window, less its own time, less the time that the lines ahead of it and the
-rest of its job take on the slots that its share would get if all shares that wait now went on waiting. When a line is
-due, those with earlier ends are due before it.
+The latest start of a line is the end of its window less the time that it takes alone, if it is as long as its forecast
+allows. And lines are due, in order, while all up to one of them, and the rest of its job, would end after its window on
+the slots that its share would get if all shares that wait now went on waiting.
 
 A barrier engine gets lines of like lengths in a batch, the longest first: of many that wait, few end much earlier than
 their batch, and a job does not end with its longest answers.
@@ -38,6 +38,8 @@ from llmserve.scheduling.queues import FormedBatch, QueuedRequest
 from llmserve.scheduling.reserve import Reserve
 
 PASSED_MOST = 8  # lines that a later one may pass because they do not fit an engine's memory
+LOOK_S, LOOKS_LEAST = 1.0, 16.0  # lines that have arrived are looked at within so long, or this part of their windows
+NO_ENGINE_S = 1.0  # how often to look whether an engine works again
 LINE_S_LEAST = 1e-3  # a line's time counts as this at least
 
 Row = list[tuple[float, int, Request]]  # (end of the window, number of the arrival, line), ascending
@@ -62,6 +64,8 @@ class Door(Protocol):
     def refusal(self, request: Request, group: Group, waiting: int) -> FailReason | None: ...
 
     def enter(self, request: Request, group: Group) -> None: ...
+
+    def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]: ...
 
 
 class Start(NamedTuple):
@@ -99,7 +103,8 @@ class Background:
         entry = math.inf if request.deadline_s is None else request.deadline_s, self._arrivals, request
         self.waiting[request.id] = entry
         insort(self._rows.setdefault(request.model, []), entry, key=_turn)
-        self._look_at_s = self._book.now_s
+        now_s = self._book.now_s
+        self._look_at_s = min(self._look_at_s, now_s + min(LOOK_S, (entry[0] - now_s) / LOOKS_LEAST))
         self._touch()
 
     def _touch(self) -> None:
@@ -151,15 +156,15 @@ class Background:
         """Hurry the lines of a model that are due. Returns when to look again."""
         row, now_s = self._rows[model], self._book.now_s
         queues = self._groups.queues_of(model)
-        if queues is None or not queues.all_slots:
-            return math.inf
+        if queues is None or queues.no_engine_since_s is not None:
+            return now_s + NO_ENGINE_S  # a line does not give up, as an online request would
         per_token_s = queues.service.seconds_per_token
         tokens = [_tokens(queues, request) for *_, request in row]
         shared_s = [per_token_s / _slots_of(queues, request) for *_, request in row]
         before = [0.0, *accumulate(tokens)]
-        starts_s = [
-            deadline_s - per_token_s * _most(request, own) - shared * (before[place] + request.after_tokens)
-            for place, ((deadline_s, _, request), own, shared) in enumerate(zip(row, tokens, shared_s, strict=True))
+        starts_s = [  # of all up to each line, and of what follows it
+            deadline_s - shared * (before[place + 1] + request.after_tokens)
+            for place, ((deadline_s, _, request), shared) in enumerate(zip(row, shared_s, strict=True))
         ]
         first_s = list(accumulate(reversed(starts_s), min))[::-1]  # the least from each place on
         place = 0
@@ -167,9 +172,12 @@ class Background:
             if not self._count_as_online(row[0][2]):
                 return now_s + LINE_S_LEAST + per_token_s * tokens[place]  # the queue is full: ask again
             place += 1
-        if place == len(starts_s):
-            return math.inf
-        return now_s + max(0.5 * (due_s - now_s), min(due_s - now_s, per_token_s), LINE_S_LEAST)
+        alone_s = [deadline_s - per_token_s * _most(queues, request) for deadline_s, _, request in row]
+        for request in [entry[2] for entry, at_s in zip(list(row), alone_s, strict=True) if at_s <= now_s]:
+            self._count_as_online(request)
+        later_s = [at_s for at_s in (*alone_s, *[due_s for due_s in (due_s,) if place < len(starts_s)]) if at_s > now_s]
+        left_s = min(later_s, default=math.inf) - now_s
+        return now_s + max(0.5 * left_s, min(left_s, per_token_s), LINE_S_LEAST)
 
     def _count_as_online(self, line: Request) -> bool:
         """Let a line wait as an online request. False: its queue has no room."""
@@ -210,24 +218,30 @@ class Background:
         rows = sorted(self._rows.items(), key=lambda item: _turn(item[1][0])) if free else ()
         for model, row in rows:
             engines = [engine for engine in free if engine.serves(model)]
-            if engines and (queues := group.queues_of(model, self._book.now_s)) is not None:
-                engines = self._beyond_reserve(queues, engines)
-                if engines and (start := self._start(group, queues, engines, row)) is not None:
+            if engines:
+                queues = group.queues_of(model, self._book.now_s)
+                beyond = self._beyond_reserve(group, queues, engines)
+                if beyond and (start := self._start(group, queues, beyond, row)) is not None:
                     return start
         return None
 
-    def _beyond_reserve(self, queues: ModelQueues, engines: Sequence[EngineState]) -> list[EngineState]:
+    def _beyond_reserve(
+        self, group: Group, queues: ModelQueues, engines: Sequence[EngineState]
+    ) -> Sequence[EngineState]:
         """Engines on which a line may start. A barrier engine gives all its slots at once."""
         reserve = self._admission.reserves.get(queues.fair)
         if reserve is None:
-            return list(engines)
-        spare = sum([engine.room for engine in engines])
-        spare -= reserve.slots(self._book.now_s, queues.all_slots, self._line_s(queues))
-        return [engine for engine in engines if spare >= (engine.info.slots if engine.info.barrier else 1)]
+            return engines
+        online, lines = self._admission.held(group, queues)
+        most = reserve.lines_most(self._book.now_s, online, queues.all_slots, self._line_s(queues))
+        return [engine for engine in engines if lines + (engine.info.slots if engine.info.barrier else 1) <= most]
 
     def _line_s(self, queues: ModelQueues) -> float:
-        """Mean seconds that a line takes; of the first that wait."""
-        row = self._rows[queues.model][: 2 * PASSED_MOST]
+        """Mean seconds that a line takes: of those that have ended; before the first, of those that wait."""
+        service = queues.line_service
+        if service.answers:
+            return max(LINE_S_LEAST, service.tokens_mean * service.seconds_per_token)
+        row = self._rows[queues.model]
         tokens = sum([_tokens(queues, request) for *_, request in row]) / len(row)
         return max(LINE_S_LEAST, tokens * queues.service.seconds_per_token)
 
@@ -293,9 +307,10 @@ def _tokens(queues: ModelQueues, request: Request) -> float:
     return queues.forecast(request) or queues.service.tokens_mean
 
 
-def _most(request: Request, expected: float) -> float:
+def _most(queues: ModelQueues, request: Request) -> float:
     """Tokens that the line takes at most, as far as its forecast tells."""
-    return max(expected, request.quantiles[-1] if request.quantiles else expected)
+    tokens = _tokens(queues, request)
+    return max(tokens, request.quantiles[-1]) if request.quantiles and queues.trust.trusted else tokens
 
 
 def _slots_of(queues: ModelQueues, line: Request) -> float:

@@ -308,6 +308,8 @@ class RequestBook:
         engine, queues = self._groups.engines[runs[0].engine], self.queues_of(runs[0].queued)
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
+            if run.queued.request.background and tokens > 0:
+                queues.line_service.observe(engine.served_s(run, self.now_s), tokens)
             if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))

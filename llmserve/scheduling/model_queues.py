@@ -43,6 +43,7 @@ class ModelQueues:
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     planner     asks for plans; None unless the release follows plans
+    service     times of answers.  line_service : of lines that took what others left (background.py)
     seen        records answer lengths, for edges, plans and batch times
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
@@ -74,7 +75,7 @@ class ModelQueues:
     ) -> None:
         self.model, self.group, self.release = model, group, release
         self.edges, self.trust, self.planner = edges, trust, planner
-        self.seen, self.service = seen, ServiceTime()
+        self.seen, self.service, self.line_service = seen, ServiceTime(), ServiceTime()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
         self.fair, self.held_back = FairShares(), False

@@ -1,17 +1,22 @@
 """How many slots stay free for online requests while lines of jobs run in the others.
 
 A line that has begun is not stopped, so an online request that finds every slot taken waits until a line ends. This is
-the setting of trunk reservation in loss networks (Kelly, Loss networks, Annals of Applied Probability 1, 1991, Section
-4): a call of the lesser class is accepted while more than r circuits are free, whatever the greater class does next.
+trunk reservation (Kelly, Loss networks, Annals of Applied Probability 1, 1991, Section 4): a call of the lesser class is
+accepted while enough circuits stay free for the other class. While online requests want N slots, their number soon
+changes by some sqrt(N), as that of a Poisson process does; so the reserve is
 
-r is learnt from arrivals. Each online arrival is played against every r at once:
+    R_c(N) = c sqrt(N + 1),   as square-root staffing has it (Halfin and Whitt, Operations Research 29, 1981)
 
-    N    slots that online requests want, with the arrival; as it really was
-    B_r  slots that lines would hold under r. A line ends after s seconds in the mean, so B_r falls by exp(-dt / s) in
-         dt seconds, but never below what fills all slots but r
-    an arrival waits under r when N + B_r is more than the slots, although N is not
+and c is learnt from arrivals. Each online arrival is played against every c of a row at once:
 
-The reserve is the least r under which at most WAIT_SHARE of the last arrivals would have waited.
+    S, s   slots, and the mean seconds of a line
+    N      slots that online requests wanted before the arrival
+    B_c    slots of lines: they end, so B_c falls by exp(-dt / s) in dt seconds, but not below S - N - R_c(N), for as
+           many would have started
+    the arrival waits for a line under c when it finds N + B_c > S - 1/2, although N < S
+
+The reserve is that of the least c under which at most WAIT_SHARE of the last arrivals would have waited for a line. So
+a burst that builds up no faster than lines end needs a small reserve, however large it becomes.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from collections import deque
 
 import numpy as np
 
-WAIT_SHARE = 0.005  # half of what is beyond a 99th percentile; lines also end later than their mean
+WAIT_SHARE = 0.002  # a fifth of what is beyond a 99th percentile, for lines end at random, not evenly as here
+FACTORS = np.array([*np.arange(0.0, 4.0, 0.25), 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, math.inf])  # c; at last no line runs
 MEMORY = 4096  # arrivals after which an observation's weight has fallen to a third
 KEPT = 1024  # arrivals that are kept until somebody asks
 
@@ -31,43 +37,35 @@ class Reserve:
 
     def __init__(self) -> None:
         self._new: deque[tuple[float, int]] = deque(maxlen=KEPT)  # arrivals that were not played yet
-        self._last: tuple[float, int] | None = None
-        self._lines = self._waits = np.zeros(1)  # (slots + 1,) by r: slots of lines, and weight of those that waited
-        self._arrivals = 0.0  # their weight
+        self._last_s = -math.inf
+        self._lines = np.zeros(len(FACTORS))  # B_c
+        self._waited = np.zeros(len(FACTORS))  # weight of the arrivals that waited, by c
+        self._arrivals = 0.0  # weight of all
 
     def arrived(self, now_s: float, wanted: int) -> None:
         """Note an online arrival. wanted : slots that online requests want, the arrival included"""
         self._new.append((now_s, wanted))
 
-    def slots(self, now_s: float, slots: int, line_s: float) -> int:
-        """Slots to keep free. slots : of the engines.  line_s : mean seconds that a line takes, > 0"""
+    def lines_most(self, now_s: float, wanted: int, slots: int, line_s: float) -> float:
+        """Slots that lines may hold. wanted : by online requests.  slots : of the engines.  line_s : as s, > 0"""
         while self._new:
             self._play(*self._new.popleft(), slots, line_s)
-        if self._last is None or now_s >= self.silent_from_s(line_s):
-            return 0
-        return int(np.argmax(self._waits[: slots + 1] <= WAIT_SHARE * self._arrivals)) if slots else 0
+        if now_s >= self.silent_from_s(line_s):
+            return slots
+        factor = FACTORS[np.argmax(self._waited <= WAIT_SHARE * self._arrivals)]
+        return slots - wanted - float(factor) * math.sqrt(wanted + 1.0)
 
     def silent_from_s(self, line_s: float) -> float:
         """From when on no arrival is expected: after T seconds of silence, one comes in the next s with a chance of
         s / (s + T) at most (Laplace's rule of succession), which is then less than WAIT_SHARE.
         """
-        last_s = self._new[-1][0] if self._new else self._last[0] if self._last is not None else -math.inf
-        return last_s + line_s / WAIT_SHARE
+        return (self._new[-1][0] if self._new else self._last_s) + line_s / WAIT_SHARE
 
     def _play(self, at_s: float, wanted: int, slots: int, line_s: float) -> None:
-        if len(self._lines) != slots + 1:
-            self._resize(slots)
-        before_s, before = self._last or (at_s, wanted)
-        kept = np.arange(slots + 1)
-        least = np.maximum(0, slots - min(before, wanted - 1) - kept)
-        self._lines = np.maximum(self._lines * math.exp((before_s - at_s) / line_s), least)
+        before = wanted - 1
+        started = slots - before - FACTORS * math.sqrt(wanted)
+        self._lines = np.maximum(self._lines * math.exp((self._last_s - at_s) / line_s), np.maximum(started, 0.0))
+        waits = self._lines > slots - wanted + 0.5 if wanted <= slots else np.zeros(len(FACTORS), bool)
         keep = 1.0 - 1.0 / MEMORY
-        waits = (self._lines + wanted > slots) & (wanted <= slots)
-        self._waits, self._arrivals = keep * self._waits + waits, keep * self._arrivals + 1.0
-        self._last = at_s, wanted
-
-    def _resize(self, slots: int) -> None:
-        """Follow engines that came or went: what was learnt of each r stays, a larger r begins as the largest did."""
-        places = np.minimum(np.arange(slots + 1), len(self._lines) - 1)
-        self._lines, self._waits = np.zeros(slots + 1), self._waits[places]
-        self._waits[-1] = 0.0
+        self._waited, self._arrivals = keep * self._waited + waits, keep * self._arrivals + 1.0
+        self._last_s = at_s
