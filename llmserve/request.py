@@ -131,6 +131,7 @@ class Call(msgspec.Struct, frozen=True):
     receipt            the client asks for the receipt in the last chunk of its stream
     share, weight      who answers for the cost, and its weight; see Request
     tier, priority     `service_tier` and `priority` of the body: what the client asks for
+    background         a line of a job, see Request; after_tokens : likewise
     """
 
     path: str
@@ -154,6 +155,8 @@ class Call(msgspec.Struct, frozen=True):
     weight: float = 1.0
     tier: str = ""
     priority: int = 0
+    background: bool = False
+    after_tokens: float = 0.0
 
     @property
     def model(self) -> str:

@@ -196,6 +196,8 @@ class LiveCluster:
             sender_hash(call, self._secret),
             call.share,
             call.weight,
+            call.background,
+            call.after_tokens,
         )
         if in_flight.charge is None or self._charges.reserve(in_flight):
             self._step(RequestArrived(in_flight.request))

@@ -123,9 +123,14 @@ class Feeder:
 
     # ---- forecasts ----
 
+    @property
+    def has_rate(self) -> bool:
+        """Whether a line has ended with an answer, so that the present rate is known."""
+        return self._rate.tokens_per_s is not None
+
     def forecast(self, job_id: str, now_s: float, tokens_per_s_most: float) -> Forecast:
-        """When a job ends: at the present rate of lines, after all that comes before it; or if that is too late, as fast
-        as its share allows, for its lines then count as online requests.
+        """When a job ends: at the present rate of lines, after all that comes before it. If that is too late, it ends as
+        fast as its share allows, for its lines then count as online requests.
 
         tokens_per_s_most : what its share would get if each share that waits now went on waiting
         """
@@ -165,9 +170,8 @@ class _Rate:
 def arranged(lines: Iterable[Shape], *, barrier: bool) -> list[int]:
     """The numbers of the lines in the order in which they enter the queue; see the module."""
     in_order: list[int] = []
-    for _, members in groupby(
-        sorted(lines, key=lambda line: (line.prefix, -line.tokens, line.number)), lambda l: l.prefix
-    ):
+    in_groups = sorted(lines, key=lambda line: (line.prefix, -line.tokens, line.number))
+    for _, members in groupby(in_groups, lambda line: line.prefix):
         longest_first = [line.number for line in members]
         in_order += longest_first if barrier else mixed(longest_first)
     return in_order

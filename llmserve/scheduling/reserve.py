@@ -1,7 +1,7 @@
 """How many slots stay free for online requests while lines of jobs run in the others.
 
 A line that has begun is not stopped, so an online request that finds every slot taken waits until a line ends. This is
-trunk reservation (Kelly, Loss networks, Annals of Applied Probability 1, 1991, Section 4): a call of the lesser class is
+trunk reservation (Kelly, Loss networks, Annals of Applied Probability 1, 1991, Section 4): the lesser class is
 accepted while enough circuits stay free for the other class. While online requests want N slots, their number soon
 changes by some sqrt(N), as that of a Poisson process does; so the reserve is
 

@@ -1,4 +1,4 @@
-"""The workload in simulated time: under the real scheduler, and on the engine driven directly beside a rival's feeder."""
+"""The workload in simulated time: under the real scheduler, and on the engine driven directly, beside a rival."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-from batch_jobs.workload import BURST_S, CYCLES, IDLE_S, LINE, SLOTS, Workload, costs, counts, is_burst
 
+from batch_jobs.workload import BURST_S, CYCLES, IDLE_S, LINE, SLOTS, Workload, costs, counts, is_burst
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.jobs.feeding import Feeder, Shape
 from llmserve.policies import SchedulingConfig
