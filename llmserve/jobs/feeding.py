@@ -129,8 +129,8 @@ class Feeder:
         return self._rate.tokens_per_s is not None
 
     def forecast(self, job_id: str, now_s: float, tokens_per_s_most: float) -> Forecast:
-        """When a job ends: at the present rate of lines, after all that comes before it. If that is too late, it ends as
-        fast as its share allows, for its lines then count as online requests.
+        """When a job ends: at the present rate of lines, after all that comes before it. If that is late, as fast as
+        its share allows, for its lines then count as online requests.
 
         tokens_per_s_most : what its share would get if each share that waits now went on waiting
         """

@@ -88,7 +88,8 @@ class FileRun:
         self._left = [number for number in range(len(lines)) if number not in ended]
         self._results = Results(output, errors)
         self._tries: Counter[int] = Counter()
-        self._changed, self._trouble = asyncio.Event(), None
+        self._changed = asyncio.Event()
+        self._trouble: OSError | None = None
         self._paused_until_s = 0.0
         self._parser = CallParser(prompt_chars_max=1 << 30, choices_max=1 << 20)
         self._feeder = Feeder()

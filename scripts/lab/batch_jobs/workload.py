@@ -21,7 +21,7 @@ FORECAST_ERROR = 0.4  # standard deviation of a forecast's logarithm
 STEP_S, STEP_MORE_S, PREFILL_S = 0.03, 0.0001, 0.1
 BURST_S, IDLE_S, CYCLES = 60.0, 60.0, 4  # the first cycle teaches the reserve, and does not count
 BURST_LOAD, IDLE_SHARE = 0.75, 1.0 / 15.0
-JOBS, LINES = 3, 4_000
+JOBS, LINES = 3, 3_000
 LINE = 1_000_000  # ids of lines begin here
 
 
