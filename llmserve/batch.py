@@ -40,26 +40,25 @@ INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run|list|show|cancel")
-    run = actions.add_parser("run", help="run a file of requests", allow_abbrev=False)
-    run.add_argument("input", type=Path, metavar="INPUT", help="file of requests, JSON lines")
-    run.add_argument("output", type=Path, metavar="OUTPUT", help="file of answers; an earlier run's is continued")
-    run.add_argument("--errors", type=Path, metavar="FILE", help="file of failed lines (default: OUTPUT.errors)")
-    serve.add_arguments(run)
-    for name, help_ in (("list", "list batches"), ("show", "show a batch"), ("cancel", "cancel a batch")):
-        action = actions.add_parser(name, help=help_)
-        if name != "list":
-            action.add_argument("id", metavar="ID", help="of the batch")
-        action.add_argument("--url", required=True, metavar="URL", help="address of the server")
-        action.add_argument("--key-file", type=Path, metavar="FILE", help="file whose first key is sent")
+    parser.add_argument("action", choices=("run", "list", "show", "cancel"), help="what to do")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run: INPUT OUTPUT; show and cancel: a batch's ID")
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="run: file of failed lines (OUTPUT.errors)")
+    parser.add_argument("--url", metavar="URL", help="list, show, cancel: address of the server")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="list, show, cancel: its first key is sent")
+    serve.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
+    wanted = {"run": ["INPUT", "OUTPUT"], "list": [], "show": ["ID"], "cancel": ["ID"]}[args.action]
+    if len(args.names) != len(wanted):
+        raise ConfigError(f"batch {args.action} needs {' '.join(wanted) or 'no names'}, not {len(args.names)} names")
     if args.action == "run":
-        return run(args)
+        return run(args, *map(Path, args.names))
+    if args.url is None:
+        raise ConfigError(f"batch {args.action} needs --url URL")
     if args.action == "list":
         return show_all(args)
-    path = f"/v1/batches/{quote(args.id, safe='')}"
+    path = f"/v1/batches/{quote(args.names[0], safe='')}"
     answer = ask(args, path + "/cancel", method="POST") if args.action == "cancel" else ask(args, path)
     print(msgspec.json.format(answer, indent=2).decode())
     return 0
@@ -68,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 # ---- a file -----------------------------------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, path: Path, output: Path) -> int:
     names = {name for struct in configuration.sections(Config).values() for name in struct.__struct_fields__}
     flags = {name: value for name, value in vars(args).items() if name in names}
     file = args.config or os.environ.get(f"{configuration.ENVIRONMENT_PREFIX}CONFIG")
@@ -77,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         print(config.shown(origin))
         return 0
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    lines = read_input(args.input)
-    errors = args.errors or args.output.with_name(args.output.name + ".errors")
+    lines = read_input(path)
+    errors = args.errors or output.with_name(output.name + ".errors")
     try:
-        return asyncio.run(run_file(config, args.input, lines, args.output, errors))
+        return asyncio.run(run_file(config, path, lines, output, errors))
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED

@@ -82,9 +82,13 @@ class Admission:
 
     def _learn(self, group: Group, queues: ModelQueues) -> None:
         """Learn the reserve from an online request that waits from now on."""
-        wanted, _ = self.held(group, queues)
-        if queues.engines and queues.engines[0].info.barrier:
-            wanted += queues.slots  # it wants an engine of its own
+        engines = queues.engines
+        if engines and engines[0].info.barrier:
+            wanted = self.held(group, queues)[0] + queues.slots  # it wants an engine of its own
+        elif len(group.queues) == 1:
+            wanted = queues.present - queues.lines
+        else:
+            wanted, _ = self.held(group, queues)
         reserve = self.reserves.get(queues.fair)
         if reserve is None:
             reserve = self.reserves[queues.fair] = Reserve()

@@ -124,12 +124,12 @@ class ModelQueues:
             self.planner.arrived(bin_index, now_s)
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
-        seconds, mean, forecast = self.service.seconds_per_token, self.service.tokens_mean, self.forecast(request)
-        queued = _queued(self, request, queue.index, score, now_s)
+        forecast = self.forecast(request)
+        queued = _queued(self, request, queue.index, score, forecast, now_s)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
             load.tell((queued,), self.all_slots, trusted=trusted)
-            if load.arrive(queued, forecast, seconds, mean, ahead):
+            if load.arrive(queued, forecast, self.service.seconds_per_token, self.service.tokens_mean, ahead):
                 self.unsorted = True
         queued.sort_length = self._sort_length(queued)
         queued.share = self.fair.of(request.share, request.weight)
@@ -334,9 +334,11 @@ class ModelQueues:
         return self._tokens.of(bin_index, edges, bins)
 
 
-def _queued(queues: ModelQueues, request: Request, bin_index: int, score: float | None, now_s: float) -> QueuedRequest:
+def _queued(
+    queues: ModelQueues, request: Request, bin_index: int, score: float | None, forecast: float | None, now_s: float
+) -> QueuedRequest:
     seconds, mean = queues.service.seconds_per_token, queues.service.tokens_mean
-    expected = queues.forecast(request) or mean
+    expected = forecast or mean
     total, service_s = request.total_tokens(expected), expected * seconds
     return QueuedRequest(
         request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total, queues.group
@@ -345,6 +347,6 @@ def _queued(queues: ModelQueues, request: Request, bin_index: int, score: float 
 
 def aside(queues: ModelQueues, request: Request, share: Share, now_s: float) -> QueuedRequest:
     """A request that starts at once, without a place in the queues, and teaches nothing about arrivals."""
-    queued = _queued(queues, request, 0, queues._score(request), now_s)
+    queued = _queued(queues, request, 0, queues._score(request), queues.forecast(request), now_s)
     queued.bin, queued.share = queues._index_of(queued), share
     return queued

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +53,35 @@ def test_results_of_another_file_are_refused(tmp_path: Path, capsys: pytest.Capt
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["batch", "run", str(path), str(output), "--engine", url]) == 2
     assert "'strange' is not in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
+    path, output = written(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "llmserve.engines.fake", "--slots", "4", "--step-s", "0.02", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert engine.stdout is not None
+        url = re.search(r"http://[\d.]+:\d+", engine.stdout.readline())
+        assert url is not None
+        command = [sys.executable, "-m", "llmserve", "batch", "run", str(path), str(output), "--engine", url[0]]
+        command += ["--slots", "4"]
+        first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 60.0
+        while (not output.exists() or output.read_bytes().count(b"\n") < 10) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        first.kill()
+        first.wait()
+        done = results_of(output)
+        assert 10 <= len(done) < 60
+        assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+    finally:
+        engine.kill()
+        engine.wait()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["custom_id"] for row in rows) == sorted(f"line {number}" for number in range(60))
+    assert [row["custom_id"] for row in rows][: len(done)] == done
+    assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)
