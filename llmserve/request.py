@@ -31,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     sender            hash of who sent the request: of the client's key, or without keys of the prompt; 0 when unknown
     share             who answers for the cost: the engines' time is shared fairly between shares; "": one for all such
     weight            of the share: with twice the weight it is served twice as much, > 0
+    background        a line of a job: it takes what other requests leave, until its latest start has come
+    after_tokens      predicted output tokens of the lines of its job that follow it
     """
 
     id: int
@@ -45,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     sender: int = 0
     share: str = ""
     weight: float = 1.0
+    background: bool = False
+    after_tokens: float = 0.0
 
     @property
     def expected_tokens(self) -> float | None:
@@ -127,6 +131,7 @@ class Call(msgspec.Struct, frozen=True):
     receipt            the client asks for the receipt in the last chunk of its stream
     share, weight      who answers for the cost, and its weight; see Request
     tier, priority     `service_tier` and `priority` of the body: what the client asks for
+    background         a line of a job, see Request; after_tokens : likewise
     """
 
     path: str
@@ -150,6 +155,8 @@ class Call(msgspec.Struct, frozen=True):
     weight: float = 1.0
     tier: str = ""
     priority: int = 0
+    background: bool = False
+    after_tokens: float = 0.0
 
     @property
     def model(self) -> str:

@@ -52,4 +52,4 @@ def test_scheduling_has_the_documented_number_of_levels() -> None:
         return 1 + max([floor(below) for below in modules[module]], default=0)
 
     assert max(map(floor, modules)) <= FLOORS
-    assert len(modules) <= 27
+    assert len(modules) <= 30

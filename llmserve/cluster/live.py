@@ -46,6 +46,7 @@ from llmserve.scheduling.messages import (
     PlanGroups,
     PreemptBatch,
     ReportCircuit,
+    ReportDue,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -197,6 +198,8 @@ class LiveCluster:
             sender_hash(call, self._secret),
             call.share,
             call.weight,
+            call.background,
+            call.after_tokens,
         )
         if in_flight.charge is None:
             self._step(RequestArrived(in_flight.request))
@@ -213,7 +216,7 @@ class LiveCluster:
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
         in_flight.gone = True
-        if not in_flight.complete and in_flight.request.id in self.scheduler.requests:
+        if not in_flight.complete and self.scheduler.has(in_flight.request.id):
             self._step(RequestCancelled(in_flight.request.id))
         self._forget(in_flight)
 
@@ -248,6 +251,8 @@ class LiveCluster:
             _log_trust(action)
         elif isinstance(action, SolveDispatch):
             self._solving.begin(action)
+        elif isinstance(action, ReportDue):
+            log.debug("line %d of a job counts as online from now on", action.request_id)
         else:
             assert isinstance(action, PlanGroups), (
                 f"unknown action {action}; PlanGroups needs nothing here: its planner listens to the journal"
@@ -282,7 +287,7 @@ class LiveCluster:
 
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
-        if in_flight.request.id not in self.scheduler.requests:
+        if not self.scheduler.has(in_flight.request.id):
             self._in_flight.pop(in_flight.request.id, None)
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)

@@ -163,8 +163,9 @@ class SimulatedCluster:
         if flush:
             self._step(DrainRequested())
         self.advance(math.inf)
-        for request_id in sorted(self.scheduler.requests):
-            self._step(RequestCancelled(request_id))
+        for waiting in (self.scheduler.background.waiting, self.scheduler.requests):  # lines first, or they would start
+            for request_id in sorted(waiting):
+                self._step(RequestCancelled(request_id))
 
     def begin(self) -> None:
         """Announce the engines: what `run` does first. With `advance` and `arrive` a caller runs a part of the time."""

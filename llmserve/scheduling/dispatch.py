@@ -117,6 +117,15 @@ class Dispatch:
         group.pool.refresh(engine, now_s)
         self.actions.append(StartBatch(engine.info.name, started))
 
+    def start_aside(
+        self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, now_s: float
+    ) -> None:
+        """Start a batch that waited outside the queues, for no request that waits in them wants the engine."""
+        queues.hold(batch)
+        if isinstance(self.order, FixedOrder):
+            batch.key = self.order.key(batch)
+        self._start(group, engine, queues, batch, len(batch.requests), now_s)
+
     # ---- preemption ----
 
     def _make_room(self, group: Group, now_s: float) -> None:

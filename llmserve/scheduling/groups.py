@@ -16,13 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Deadlines, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
-from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportTrust, ServingGroup
+from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
@@ -267,6 +269,8 @@ class RequestBook:
         """Remove requests of one group and one model. Returns the group."""
         for queued in requests:
             del self.by_id[queued.request.id]
+            if queued.request.background:
+                self.queues_of(queued).lines -= 1
         group = self._groups.by_name[requests[0].group]
         group.leave(group.queues[requests[0].request.model], len(requests))
         return group
@@ -304,6 +308,8 @@ class RequestBook:
         engine, queues = self._groups.engines[runs[0].engine], self.queues_of(runs[0].queued)
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
+            if run.queued.request.background and tokens > 0:
+                queues.line_service.observe(engine.served_s(run, self.now_s), tokens)
             if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
@@ -328,6 +334,7 @@ class RequestBook:
         first = runs[0]
         again = []
         for queued in [run.queued for run in runs]:
+            self.count_as_online(queued)
             if queued.retries >= self._retries_max:
                 self.fail(queued, reason)
             else:
@@ -349,6 +356,7 @@ class RequestBook:
         The request preempts nothing in its turn, for that could go on without end.
         """
         queues = self.queues_of(queued)
+        self.count_as_online(queued)
         late_at_s = self._late_at_s(queued, self.now_s)
         if late_at_s is not None and late_at_s <= self.now_s:
             self.fail(queued, "deadline_exceeded")
@@ -358,6 +366,13 @@ class RequestBook:
         self.touch(self.group_of(queued))
         self.watch(queued)
         self.place_again([queued])
+
+    def count_as_online(self, queued: QueuedRequest) -> None:
+        """Let a line of a job that ran in vain wait as all others do, for it has begun once."""
+        if queued.request.background:
+            self.queues_of(queued).lines -= 1
+            queued.request, queued.charged = msgspec.structs.replace(queued.request, background=False), 0.0
+            self.actions.append(ReportDue(queued.request.id))
 
     def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
         """Change the forecasts of waiting requests, by id. They preempt nothing, for that could go on without end."""

@@ -254,6 +254,15 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: str = ""
 
 
+class ReportDue(msgspec.Struct, frozen=True, tag=True):
+    """Report that a line of a job counts as an online request of its share from now on.
+
+    Its latest start has come, or it ran in vain: its engine failed, or it was preempted.
+    """
+
+    request_id: int
+
+
 class SolveDispatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Make a plan for this load, which differs from the load of the present plan."""
 
@@ -271,5 +280,13 @@ class PlanGroups(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    StartBatch | AbortRequest | PreemptBatch | FailRequest | ReportCircuit | ReportTrust | SolveDispatch | PlanGroups
+    StartBatch
+    | AbortRequest
+    | PreemptBatch
+    | FailRequest
+    | ReportCircuit
+    | ReportTrust
+    | ReportDue
+    | SolveDispatch
+    | PlanGroups
 )

@@ -47,6 +47,7 @@ class ModelQueues:
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     planner     asks for plans; None unless the release follows plans
+    service     times of answers.  line_service : of lines that took what others left (background.py)
     seen        records answer lengths, for edges, plans and batch times
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
@@ -77,12 +78,12 @@ class ModelQueues:
     ) -> None:
         self.model, self.group, self.release = model, group, release
         self.edges, self.trust, self.planner = edges, trust, planner
-        self.seen, self.service = seen, ServiceTime()
+        self.seen, self.service, self.line_service = seen, ServiceTime(), ServiceTime()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
         self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
-        self.present = 0  # requests that wait or run; kept by the group
+        self.present = self.lines = 0  # requests that wait or run; those that took what others left (background.py)
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
@@ -131,16 +132,12 @@ class ModelQueues:
             self.planner.arrived(bin_index, now_s)
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
-        seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
-        expected = (forecast := request.expected_tokens if trusted else None) or mean
-        total, service_s = request.total_tokens(expected), expected * seconds
-        queued = QueuedRequest(
-            request, queue.index, now_s, score, expected, expected, service_s, mean * seconds, total, self.group
-        )
+        forecast = self.forecast(request)
+        queued = _queued(self, request, queue.index, score, forecast, now_s)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
             load.tell((queued,), self.all_slots, trusted=trusted)
-            if load.arrive(queued, forecast, seconds, mean, ahead):
+            if load.arrive(queued, forecast, self.service.seconds_per_token, self.service.tokens_mean, ahead):
                 self.unsorted = True
         queued.sort_length = self._sort_length(queued)
         queued.share = self.fair.of(request.share, request.weight)
@@ -148,6 +145,15 @@ class ModelQueues:
         queue.append(queued)
         self._count(1, queued.work_us if load is not None else 0)
         return queued, queue
+
+    def forecast(self, request: Request) -> float | None:
+        """Expected output tokens of a choice; None while predictions are not trusted."""
+        return request.expected_tokens if self.trust.trusted else None
+
+    def hold(self, batch: FormedBatch) -> None:
+        """Count a batch of such requests as waiting, until it starts."""
+        self.formed.hold(batch)
+        self._count(batch.requests.values())
 
     def follow_load(self, follows: bool) -> None:
         """Learn the load from now on, or no longer."""
@@ -335,3 +341,21 @@ class ModelQueues:
         """Output tokens of a bin's answers, from the answers recorded so far; zeros before the first answer."""
         edges, bins = (self.edges.edges, len(self.bins)) if self.trust.trusted else ((), 1)
         return self._tokens.of(bin_index, edges, bins)
+
+
+def _queued(
+    queues: ModelQueues, request: Request, bin_index: int, score: float | None, forecast: float | None, now_s: float
+) -> QueuedRequest:
+    seconds, mean = queues.service.seconds_per_token, queues.service.tokens_mean
+    expected = forecast or mean
+    total, service_s = request.total_tokens(expected), expected * seconds
+    return QueuedRequest(
+        request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total, queues.group
+    )
+
+
+def aside(queues: ModelQueues, request: Request, share: Share, now_s: float) -> QueuedRequest:
+    """A request that starts at once, without a place in the queues, and teaches nothing about arrivals."""
+    queued = _queued(queues, request, 0, queues._score(request), queues.forecast(request), now_s)
+    queued.bin, queued.share = queues._index_of(queued), share
+    return queued

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from llmserve.request import Request
+from llmserve.scheduling.admission import Admission
+from llmserve.scheduling.background import Background
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engine_book import EngineBook
@@ -35,7 +37,6 @@ from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
     Event,
-    FailReason,
     ForecastsRevised,
     PlanChanged,
     PlanGroups,
@@ -64,6 +65,10 @@ class Dispatcher(Protocol):
     def settle(self, group: Group, now_s: float) -> list[float]: ...
 
     def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None: ...
+
+    def start_aside(
+        self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, now_s: float
+    ) -> None: ...
 
     def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None: ...
 
@@ -107,7 +112,10 @@ class Scheduler:
         self._engines = EngineBook(self.groups, self._book, circuit)
         self._faults = Faults(lambda name: self.engines[name].circuit)
         self._rates = rates
-        self._queue_requests_max = queue_requests_max
+        self._admission = Admission(
+            self._book, self._engines.awaits, dispatch.forming, self._faults, queue_requests_max
+        )
+        self.background = Background(self.groups, self._book, dispatch, self._admission)
         self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first of each is being solved
         self._now_s = 0.0
         self._actions: list[Action] = []
@@ -116,7 +124,7 @@ class Scheduler:
             RequestCancelled: self._on_request_cancelled,
             RequestEnded: self._on_request_ended,
             AnswerBegan: self._on_answer_began,
-            ForecastsRevised: lambda event: self._book.revise(event.changes),
+            ForecastsRevised: self._on_forecasts_revised,
             BatchEnded: self._on_batch_ended,
             EngineExpected: lambda event: self._engines.expect(event.engine),
             EngineReady: self._on_engine_ready,
@@ -150,6 +158,10 @@ class Scheduler:
         """The model's entry in `models`; new queues are made when there is none."""
         return self.groups.queues_of(model) or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
 
+    def has(self, request_id: int) -> bool:
+        """Whether the request waits or runs, as a line of a job or online."""
+        return request_id in self.requests or request_id in self.background.waiting
+
     # ---- entry point ------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -167,10 +179,14 @@ class Scheduler:
 
     def _settle(self) -> None:
         """After every event: fail late requests, start batches, ask for new plans, and set `wake_at_s`."""
+        if self.background.waiting:
+            self.background.hurry()
         if self._book.deadlines.next_at_s is not None:
             self._book.fail_late()
         for group in self._book.touched.values():
             dues_s = self._dispatch.settle(group, self._now_s)
+            if self.background.waiting:
+                self.background.fill(group)
             if not group.present:
                 group.rate.idle()
             if group.planned:
@@ -181,6 +197,8 @@ class Scheduler:
         if self.groups.only is None:
             self.groups.drop_empty()
         self.wake_at_s = next_wake_s(self._book.next_late_at_s(), self.groups, self._rates)
+        if self.background.waiting:
+            self.wake_at_s = self.background.next_wake_s(self.wake_at_s)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -190,36 +208,18 @@ class Scheduler:
         if self._rates is not None:
             self._rates.observe(request.stream, request.model)
         group = self.groups.only or self.groups.group_for(request)
-        queues = group.queues.get(request.model)
-        if queues is None and (group.pool.serving(request.model) or self._engines.awaits(request.model, group)):
-            queues = group.queues_of(request.model, self._now_s)  # others get no queues: clients invent names
-        refusal = self._refusal(request, group, queues)
-        if queues is None or refusal is not None:
-            assert refusal is not None, f"a request for {request.model!r}, which no engine serves, was not refused"
+        waiting = len(self.background.waiting) if request.background else group.tally.waiting
+        if (refusal := self._admission.refusal(request, group, waiting)) is not None:
             self._book.report_failed(request.id, refusal, group)
-            return
-        queued, queue = queues.admit(request, self._now_s)
-        queued.suspect = request.sender in self._faults.suspects
-        self.requests[request.id] = queued
-        self._book.enter(queued, queues)
-        self._dispatch.forming.form_early(queues, queue, self._now_s)
-        if group.needs_dispatch:
-            self._book.touch(group)
-
-    def _refusal(self, request: Request, group: Group, queues: ModelQueues | None) -> FailReason | None:
-        if self._dispatch.forming.draining:
-            return "draining"
-        if queues is None or not (queues.engines or self._engines.awaits(request.model, group)):
-            return "no_engine"
-        if request.deadline_s is not None and request.deadline_s <= self._now_s:
-            return "deadline_exceeded"
-        if group.tally.waiting >= self._queue_requests_max and not refuse_holder(request, group, self._book):
-            return "queue_full"
-        return None
+        elif request.background:
+            self.background.arrive(request)
+        else:
+            self._admission.enter(request, group)
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is None or queued.cancelled:
+            self.background.remove(event.request_id)
             return  # the request ended or was refused before its cancellation arrived
         self._book.touch(self._book.group_of(queued))
         if queued.run is not None:
@@ -323,14 +323,19 @@ class Scheduler:
 
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._dispatch.forming.draining = True
+        self.background.fail("draining")
         for group in self.groups:
             self._book.touch(group)
             for queues in group.queues.values():
                 self._dispatch.forming.form_all_early(queues, self._now_s)
 
+    def _on_forecasts_revised(self, event: ForecastsRevised) -> None:
+        self._book.revise(event.changes)
+        self.background.revise(event.changes)
+
     def _on_timer_fired(self, event: TimerFired) -> None:
         for group in self.groups:
-            if group.wake_at_s is not None and group.wake_at_s <= self._now_s:
+            if self.background.waiting or (group.wake_at_s is not None and group.wake_at_s <= self._now_s):
                 self._book.touch(group)
         self._book.fail_helpless()
 
@@ -400,24 +405,3 @@ def next_wake_s(late_at_s: float | None, groups: Groups, rates: GroupRates | Non
     if rates is not None and rates.window_ends_at_s is not None:
         at_s = rates.window_ends_at_s if at_s is None else min(at_s, rates.window_ends_at_s)
     return at_s
-
-
-def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
-    """Refuse the last request of the share that holds most of a full queue by its weight, and so make room for another.
-
-    False: the request's own share holds most, with this request.
-    """
-    held = {request.share: 1.0 / request.weight}
-    for fair in {queues.fair for queues in group.queues.values()}:
-        for share in fair:
-            held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
-    most = max(held, key=lambda name: (held[name], name == request.share))
-    if most == request.share:
-        return False
-    for queued in reversed(book.by_id.values()):
-        if queued.request.share == most and queued.run is None and queued.group == group.name:
-            book.touch(group)  # one share may wait alone now, and its batches form early
-            book.queues_of(queued).leave(queued)
-            book.fail(queued, "queue_full")
-            return True
-    return False

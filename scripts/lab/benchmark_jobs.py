@@ -1,260 +1,143 @@
-"""What batch jobs cost the server: large files, many finished jobs, many writers at once.
+"""Jobs of lines beside bursts of online requests, in simulated time: this scheduler and its rivals, and jobs alone.
 
-    python scripts/lab/benchmark_jobs.py --output docs/results/jobs.json
+    python scripts/lab/benchmark_jobs.py --output docs/results/jobs.json --figure docs/results/jobs.png
 
-* A file of 50,000 lines and 200 MB: processor time of upload and validation, in the server and its processes, and the
-  largest resident memory above that of the idle server.
-* 50 clients at once upload a file and make a batch of it, each 10 times, without a retry.
-* The start with 1,000 finished jobs in the store beside the start with an empty one.
+bursts  the scenarios of llm-d-batch-gateway#491, scaled (batch_jobs/workload.py): online requests alone; lines sent to
+        the engine directly; lines behind online requests in the queue without a reserve; an AIMD feeder, as the gateway
+        has it, that adds one to its limit for each line, and one that adds one for each round; and this scheduler.
+        Seeds are not those with which the reserve was designed (101, 102).
+alone   a job with nobody beside it, over the engine driven directly with as many lines in flight as it has slots; on an
+        engine that runs each batch to its end, over batches of all lines sorted by forecast, where forecasts are the
+        real lengths, and where they have the error of the other runs
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import contextlib
-import json
-import os
+import math
 import statistics
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
-import openai
-import psutil
+import msgspec
+import numpy as np
+from batch_jobs.drawing import draw_figure
+from batch_jobs.simulated import Aimd, Limit, Outcome, driven_directly, idle_tokens_per_s, under_scheduler
+from batch_jobs.workload import SLOTS, Workload, costs, draw, slot_s
+from bench.arguments import add_results, numbers, parser_of
 from bench.progress import log
-from bench.results import day_and_machine, write_json
-from bench.servers import Server, fake_engine, front_end
+from bench.results import day_and_machine, rounded, write_json
 
-CHAT = "/v1/chat/completions"
-LINES, LINE_BYTES = 50_000, 4000
-WRITERS, FILES_EACH = 50, 10
-FINISHED = 1000
-STARTS = 5
+from llmserve.scheduling.reserve import Reserve
+
+BARRIER_BATCH = 8
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+def without_reserve(workload: Workload) -> Outcome:
+    with patch.object(Reserve, "lines_most", lambda reserve, now_s, wanted, slots, line_s: slots):
+        return under_scheduler(workload)
+
+
+RIVALS: dict[str, Callable[[Workload], Outcome]] = {
+    "lines sent directly": lambda workload: driven_directly(workload, Limit(SLOTS)),
+    "lines behind online requests": without_reserve,
+    "AIMD, one more a line": lambda workload: driven_directly(workload, Aimd(lambda limit: 1.0, 0.0)),
+    "AIMD, one more a round": lambda workload: driven_directly(workload, Aimd(lambda limit: 1.0 / limit, slot_s())),
+    "this scheduler": under_scheduler,
+}
+
+
+def bursts(seed: int) -> list[dict[str, Any]]:
+    workload = draw(seed)
+    alone = under_scheduler(replace(workload, jobs=[]))
+    idle = idle_tokens_per_s(workload, alone)
+    rows = []
+    for name, run in RIVALS.items():
+        outcome = run(workload)
+        ends_s = outcome.jobs_end_s(workload)
+        row = {
+            "seed": seed,
+            "scenario": name,
+            "burst_ttft_p99_ratio": ratio(outcome, alone, 99.0, burst=True),
+            "burst_ttft_p50_ratio": ratio(outcome, alone, 50.0, burst=True),
+            "idle_ttft_p99_ratio": ratio(outcome, alone, 99.0, burst=False),
+            "burst_ttft_p99_s": percentile(outcome, 99.0, burst=True),
+            "alone_burst_ttft_p99_s": percentile(alone, 99.0, burst=True),
+            "tokens_of_idle_slots": outcome.line_tokens_per_s(workload) / idle,
+            "in_order": ends_s == sorted(ends_s),
+            "jobs_end_s": ends_s,
+            "windows_s": [window_s for window_s, _ in workload.jobs],
+            "late_lines": len(outcome.failed),
+        }
+        log(f"seed {seed}: {name}: {row['burst_ttft_p99_ratio']:.3f} {row['tokens_of_idle_slots']:.3f}")
+        rows.append(row)
+    return rows
+
+
+def percentile(outcome: Outcome, share: float, *, burst: bool) -> float:
+    return float(np.percentile(outcome.ttft_s(burst=burst), share))
+
+
+def ratio(outcome: Outcome, alone: Outcome, share: float, *, burst: bool) -> float:
+    return percentile(outcome, share, burst=burst) / percentile(alone, share, burst=burst)
+
+
+def job_alone(seed: int) -> dict[str, Any]:
+    """Throughput of one job over the best that the engine can do."""
+    drawn = draw(seed, online=False, jobs=1)
+    endless = [msgspec.structs.replace(line, deadline_s=None) for line in drawn.jobs[0][1]]
+    workload = replace(drawn, jobs=[(math.inf, endless)])
+    direct_s = driven_directly(workload, Limit(SLOTS)).jobs_end_s(workload)[0]
+    ours_s = under_scheduler(workload).jobs_end_s(workload)[0]
+    known = [
+        msgspec.structs.replace(line, predicted_tokens=workload.lengths[line.id], quantiles=()) for line in endless
+    ]
+    return {
+        "seed": seed,
+        "refill": direct_s / ours_s,
+        "barrier_known_lengths": barrier(replace(workload, jobs=[(math.inf, known)])),
+        "barrier_by_forecasts": barrier(workload),
+    }
+
+
+def barrier(workload: Workload) -> float:
+    """Throughput of a job on an engine that runs each batch to its end, over batches of lines sorted by forecast."""
+    ours_s = under_scheduler(workload, barrier=True, settings={"batch_size": BARRIER_BATCH}).jobs_end_s(workload)[0]
+    lines = sorted(workload.jobs[0][1], key=lambda line: -(line.predicted_tokens or 0.0))
+    lengths = [workload.lengths[line.id] for line in lines]
+    batches = [lengths[first : first + BARRIER_BATCH] for first in range(0, len(lengths), BARRIER_BATCH)]
+    return sum([costs().times.batch_s(max(batch), len(batch)) for batch in batches]) / ours_s
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians over the seeds, by scenario."""
+    fields = ("burst_ttft_p99_ratio", "burst_ttft_p50_ratio", "idle_ttft_p99_ratio", "tokens_of_idle_slots")
+    found = []
+    for name in RIVALS:
+        own = [row for row in rows if row["scenario"] == name]
+        medians = {field: statistics.median([row[field] for row in own]) for field in fields}
+        late = sum([row["late_lines"] for row in own])
+        found.append({"scenario": name, **medians, "in_order": all(row["in_order"] for row in own), "late_lines": late})
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    add_results(parser, "--figure")
+    parser.add_argument("--seeds", type=numbers, default=(1, 2, 3), metavar="N,N", help="(default: 1,2,3)")
     args = parser.parse_args()
-    result = asyncio.run(_measured())
-    if args.output is not None:
-        write_json(args.output, {**result, "machine": day_and_machine()})
-    return 0
-
-
-async def _measured() -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="llmserve-jobs-") as home:
-        state = Path(home) / "state"
-        await _start_s(Path(home) / "empty")  # makes the tables
-        empty = [await _start_s(Path(home) / "empty") for _ in range(STARTS)]
-        async with fake_engine("fake", "--slots", "64", "--step-s", "0") as engine:
-            flags = ["--engine", engine.url, "--slots", "64", "--predictor", "none", "--state", str(state)]
-            async with front_end("jobs", *flags) as front:
-                result["large_file"] = await _large_file(front, Path(home) / "in.jsonl")
-                log(result)
-                result["writers"] = await _writers(front)
-                log(result["writers"])
-                await _finish(front, FINISHED - WRITERS * FILES_EACH)
-        full = [await _start_s(state) for _ in range(STARTS)]
-    names = ("store_opened_s", "store_opened_cpu_s", "tidied_s")
-    result["start"] = {
-        "finished_jobs": FINISHED,
-        "empty": dict(zip(names, _medians(empty), strict=True)),
-        "with_jobs": dict(zip(names, _medians(full), strict=True)),
-    }
-    log(result["start"])
-    return result
-
-
-def _medians(starts: list[list[float]]) -> list[float]:
-    return [round(statistics.median(column), 3) for column in zip(*starts, strict=True)]
-
-
-# ---- a large file ---------------------------------------------------------------------------------------------------
-
-
-async def _large_file(front: Server, path: Path) -> dict[str, Any]:
-    _write_large(path)
-    client = _client(front)
-    with _watched(front) as watched:
-        before_s = watched.cpu_s()
-        with path.open("rb") as file:
-            uploaded = await client.files.create(file=file, purpose="batch")
-        uploaded_s = watched.cpu_s()
-        batch = await client.batches.create(
-            input_file_id=uploaded.id, endpoint=CHAT, completion_window="24h", metadata={"case": "large"}
-        )
-        while (batch := await client.batches.retrieve(batch.id)).status == "validating":  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        assert batch.status == "in_progress", batch
-        validated_s = watched.cpu_s()
-        in_validation = watched.memory_max
-        await client.batches.cancel(batch.id)
-        await _ended(client, batch.id)
-    return {
-        "lines": LINES,
-        "bytes": uploaded.bytes,
-        "upload_cpu_s": round(uploaded_s - before_s, 2),
-        "validation_cpu_s": round(validated_s - uploaded_s, 2),
-        "memory_above_idle_mb": round((in_validation - watched.memory_idle) / 1e6, 1),
-    }
-
-
-def _write_large(path: Path) -> None:
-    text = "word " * (LINE_BYTES // 5)
-    with path.open("w") as file:
-        for number in range(LINES):
-            body = {"model": "fake", "max_tokens": 8, "messages": [{"role": "user", "content": f"{number} {text}"}]}
-            line = json.dumps({"custom_id": f"request-{number}", "method": "POST", "url": CHAT, "body": body})
-            file.write(line + "\n")
-
-
-class _Watched:
-    """Memory and processor time of a server and of all processes that it starts, sampled by a thread."""
-
-    def __init__(self, front: Server) -> None:
-        self._process = psutil.Process(front.process.pid)
-        self._ended: dict[int, float] = {}
-        self.memory_idle = self._memory()
-        self.memory_max = self.memory_idle
-
-    def _processes(self) -> list[psutil.Process]:
-        return [self._process, *self._process.children(recursive=True)]
-
-    def _memory(self) -> int:
-        total = 0
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
-
-    def sample(self) -> None:
-        self.memory_max = max(self.memory_max, self._memory())
-
-    def cpu_s(self) -> float:
-        """Processor time so far, with that of processes that have ended and were waited for."""
-        total = 0.0
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
-        return total
-
-
-@contextlib.contextmanager
-def _watched(front: Server) -> Iterator[_Watched]:
-    watched, done = _Watched(front), threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.01):
-            watched.sample()
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield watched
-    finally:
-        done.set()
-        thread.join()
-
-
-# ---- many writers ---------------------------------------------------------------------------------------------------
-
-
-async def _writers(front: Server) -> dict[str, Any]:
-    """Errors would end the benchmark: the clients do not try again."""
-    seconds: list[float] = []
-
-    async def write(client: openai.AsyncOpenAI, writer: int) -> None:
-        for number in range(FILES_EACH):
-            began_s = time.perf_counter()
-            batch_id = await _one(client, f"{writer}-{number}")
-            seconds.append(time.perf_counter() - began_s)
-            assert batch_id
-
-    client = _client(front)
-    began_s = time.perf_counter()
-    await asyncio.gather(*(write(client, writer) for writer in range(WRITERS)))
-    total_s = time.perf_counter() - began_s
-    async for batch in client.batches.list(limit=100):
-        if batch.metadata != {"case": "large"}:
-            assert (await _ended(client, batch.id)).status == "completed"
-    return {
-        "writers": WRITERS,
-        "files_and_batches": len(seconds),
-        "errors": 0,
-        "per_s": round(len(seconds) / total_s, 1),
-        "seconds_p50": round(statistics.median(seconds), 3),
-        "seconds_max": round(max(seconds), 3),
-    }
-
-
-async def _one(client: openai.AsyncOpenAI, name: str) -> str:
-    body = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": name}]}
-    line = json.dumps({"custom_id": name, "method": "POST", "url": CHAT, "body": body}).encode()
-    file = await client.files.create(file=("in.jsonl", line), purpose="batch")
-    batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    return batch.id
-
-
-async def _finish(front: Server, count: int) -> None:
-    client = _client(front)
-    for first in range(0, count, WRITERS):
-        ids = await asyncio.gather(
-            *(_one(client, f"{first}-{number}") for number in range(min(WRITERS, count - first)))
-        )
-        for batch_id in ids:
-            await _ended(client, batch_id)
-
-
-async def _ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    ends = ("completed", "cancelled", "failed")
-    while (batch := await client.batches.retrieve(batch_id)).status not in ends:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    return batch
-
-
-def _client(front: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=600)
-
-
-# ---- the start ------------------------------------------------------------------------------------------------------
-
-OPEN = """
-import asyncio, sys, time
-from pathlib import Path
-async def main():
-    home = Path(sys.argv[1])
-    home.mkdir(exist_ok=True)
-    from llmserve.jobs import database
-    from llmserve.jobs.file_store import FileLimits
-    from llmserve.jobs.service import opened
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    async with opened(database.sqlite_url(home / "jobs.sqlite"), home / "jobs", None, days=30, limits=FileLimits(),
-                      tokens_queued_max=0, line_bytes_max=1, prompt_chars_max=1) as service:
-        opened_s, opened_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        await service.tidy()
-        tidied_s = time.perf_counter() - began_s
-        print(opened_s, opened_cpu_s, tidied_s)
-asyncio.run(main())
-"""
-
-
-async def _start_s(home: Path) -> list[float]:
-    """Seconds until the store is open, processor time of that, and seconds until what has expired is deleted, too."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OPEN, str(home)), stdout=asyncio.subprocess.PIPE, env=dict(os.environ)
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    return [float(word) for word in output.split()]
+    rows: list[dict[str, Any]] = []
+    alone: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        alone.append(job_alone(seed))
+        log(f"seed {seed}: a job alone {alone[-1]}")
+        rows += bursts(seed)
+        result = rounded({**day_and_machine(), "summary": summary(rows), "alone": alone, "rows": rows})
+        write_json(args.output, result)
+    if args.figure is not None:
+        draw_figure(result, args.figure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

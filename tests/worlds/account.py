@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 from worlds.invariants import check, passable
+from worlds.lines import assert_line_may_start, assert_lines_may_wait
 
 from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
 from llmserve.request import Batch, EngineInfo, Request
@@ -36,6 +37,7 @@ from llmserve.scheduling.messages import (
     PlanGroups,
     PreemptBatch,
     ReportCircuit,
+    ReportDue,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -199,6 +201,8 @@ class Account:
         self._now_s = 0.0
         self._alive: dict[int, Life] = {}
         self._waiting: dict[int, Life] = {}
+        self.lines: dict[int, Life] = {}  # of jobs, that wait and are not due
+        self.online = False  # whether any request but lines has arrived, or a line is due
         self._over: set[int] = set()
         self._infos: list[EngineInfo] = []  # every description of an engine so far
         self._passable: set[int] = set()  # requests that others were allowed to pass at some time
@@ -211,6 +215,7 @@ class Account:
         self._models: dict[str, None] = {}  # all models that engines or requests have named, as an ordered set
         self._helpless_since_s: dict[str, float] = {}  # since when no working engine serves the model
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests in its first start
+        self._of_lines: set[int] = set()  # batches of lines
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
         # By group and model: when a batch of another model overtook requests that had waited longer.
         self._passed_s: dict[tuple[str, str], float] = {}
@@ -273,7 +278,7 @@ class Account:
         up = any(engine.up or engine.expected for engine in self._serving(request.model))
         self._models[request.model] = None
         self._update_helpless()
-        full = len(self._waiting) >= self._config.queue_requests_max
+        full = len(self.lines if request.background else self._waiting) >= self._config.queue_requests_max
         expired = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
             (self._draining, "draining"),
@@ -283,10 +288,13 @@ class Account:
         ]
         expected = next((reason for applies, reason in reasons if applies), None)
         self._shares.add(request.share)
-        self._makes_room = self._last_of_holders(request) if expected == "queue_full" else set()
+        holds = expected == "queue_full" and not request.background
+        self._makes_room = self._last_of_holders(request) if holds else set()
         if self._makes_room:
             expected = None
-        self._alive[request.id] = self._waiting[request.id] = Life(request, self._now_s)
+        self.online = self.online or not request.background
+        place = self.lines if request.background else self._waiting
+        self._alive[request.id] = place[request.id] = Life(request, self._now_s)
         if expected:
             self._expected[request.id] = expected
 
@@ -340,7 +348,7 @@ class Account:
     def _revised(self, event: ForecastsRevised, actions: Sequence[Action]) -> None:
         """From now on a waiting request has the forecast, and starts with it; nothing makes room for it."""
         for revision in event.revisions:
-            life = self._waiting.get(revision.request_id)
+            life = self._waiting.get(revision.request_id) or self.lines.get(revision.request_id)
             if life is not None:
                 life.request = revision.of(life.request)
         assert not any(isinstance(action, PreemptBatch) for action in actions), "a later forecast preempts a batch"
@@ -400,6 +408,7 @@ class Account:
 
     def _drain(self, event: DrainRequested, actions: Sequence[Action]) -> None:
         self._draining = True
+        self._expected.update(dict.fromkeys(self.lines, "draining"))
 
     def _planned(self, event: PlanChanged, actions: Sequence[Action]) -> None:
         self._plan = Plan(event.groups)
@@ -427,6 +436,7 @@ class Account:
         """Each request has exactly one outcome (1)."""
         assert request_id not in self._over, f"request {request_id} ended twice"
         life = self._alive.pop(request_id)
+        self.lines.pop(request_id, None)
         if self._waiting.pop(request_id, None) is not None:
             self._passed_s.pop((self._plan.of_request(life.request), life.request.model), None)  # all were formed
         self._over.add(request_id)
@@ -484,6 +494,8 @@ class Account:
                 assert isinstance(event, RequestCancelled), "requests are aborted only when their client leaves"
             elif isinstance(action, PlanGroups):
                 assert self._grouped, "a group plan is requested although there are no groups"
+            elif isinstance(action, ReportDue):
+                self._due(action.request_id)
             elif isinstance(action, ReportTrust):
                 assert self._grouped or action.trusted == self._scheduler.queues(action.model).trust.trusted
             else:
@@ -493,7 +505,43 @@ class Account:
         assert not self._expected, f"missing failures: {self._expected}"
         assert not self._makes_room, f"none of {self._makes_room} made room in the full queue"
 
-    def _start(self, engine: Engine, batch: Batch) -> None:
+    def _due(self, request_id: int) -> None:
+        """A line that has a window, or that ran in vain, counts as online, as if it arrived now."""
+        life, self.online = self._alive[request_id], True
+        assert life.request.background, f"request {request_id} is due and is no line"
+        ran = request_id not in self.lines
+        assert ran or life.request.deadline_s is not None, f"line {request_id} is due and has no window"
+        life.request = msgspec.structs.replace(life.request, background=False)
+        if request_id in self.lines:
+            self._waiting[request_id] = self._arrive_now(request_id)
+
+    def _arrive_now(self, request_id: int) -> Life:
+        """Take a line out of those that wait: in the queues it counts from now."""
+        life = self._alive[request_id] = self._alive.pop(request_id)
+        assert self.lines.pop(request_id, None) is life, f"line {request_id} does not wait"
+        self.stayed_s += self._now_s - life.arrived_at_s
+        life.arrived_at_s = self._now_s
+        return life
+
+    def _start_lines(self, engine: Engine, batch: Batch) -> None:
+        """Lines start on what others leave: their batch has no place among those of the queues."""
+        self._assert_takes(engine, batch)
+        group = engine.worker.group
+        online = [life.request for life in self._waiting.values()]
+        own = [request for request in online if not self._grouped or self._plan.of_request(request) == group]
+        for request in batch.requests:
+            life = self._arrive_now(request.id)
+            assert_line_may_start(request, life.request, engine.info, own, self._now_s)
+            self._assert_it_may_run_there(request, engine)
+            life.engine = engine.info.name
+            life.tries += 1
+            engine.running[request.id] = batch.id
+        self._formed[batch.id] = batch.bin, batch.size, len(batch.requests)
+        self._of_lines.add(batch.id)
+        assert len(engine.running) <= engine.info.slots, f"{engine.info.name} was given lines beyond its slots"
+
+    def _assert_takes(self, engine: Engine, batch: Batch) -> None:
+        """The engine takes the batch, whatever waits."""
         info = engine.info
         assert engine.up, f"{info.name} is down and was given work"
         assert info.serves(batch.model), f"{info.name} was given {batch.model!r}, which it does not serve"
@@ -507,6 +555,13 @@ class Account:
         if engine.open_until_s is not None:
             assert self._now_s >= engine.open_until_s, f"{info.name} was given work while its circuit was open"
             assert info.barrier or len(batch.requests) == 1, f"{info.name} was given a trial of more than one request"
+
+    def _start(self, engine: Engine, batch: Batch) -> None:
+        if batch.requests and batch.requests[0].background:
+            self._start_lines(engine, batch)
+            return
+        self._assert_takes(engine, batch)
+        info = engine.info
         if self._config.order == "fffs" and batch.id not in self._formed:
             self._assert_not_overtaken(engine, batch)
         if self._foreseen is not None:
@@ -637,7 +692,8 @@ class Account:
             self._assert_released(worker, batch)
             previous = batch.bin, batch.size, 0
         index, size, started = previous
-        assert self._direct or index == batch.bin, f"batch {batch.id} has two bins"
+        of_lines = batch.id in self._of_lines  # of any bins: what comes back of them may be of shorter ones
+        assert self._direct or of_lines or index == batch.bin, f"batch {batch.id} has two bins"
         assert batch.size <= size, f"batch {batch.id} has grown"  # requests that come back form a smaller batch
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
         self._formed[batch.id] = index, size, started + len(first)
@@ -732,6 +788,9 @@ class Account:
         wake_at_s = self._scheduler.wake_at_s
         if isinstance(event, TimerFired):
             assert wake_at_s is None or wake_at_s > self._now_s, "the timer would fire endlessly"
+        works = [engine.info for engine in self._engines.values() if engine.free and self._stays(engine.worker)]
+        idle = () if self.online or self._grouped else [i for i in works if not self._engines[i.name].running]
+        assert_lines_may_wait([life.request for life in self.lines.values()], idle, self._now_s, wake_at_s)
         if not self._waiting:
             return
         deadlines_s = [

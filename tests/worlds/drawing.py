@@ -56,6 +56,7 @@ LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what wa
 EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
 SHARED_EVERY = 3  # in one world in this many, requests are of several shares
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
+JOBS_EVERY = 8  # in one world in this many, some requests are lines of jobs
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
@@ -214,6 +215,8 @@ def draw(seed: int) -> World:
         engines = _expected(random.Random(f"{seed} expected"), engines, unit_s, tick_s)
     if seed % SHARED_EVERY == SHARED_EVERY - 2:
         arrivals = _share_out(random.Random(f"{seed} shares"), arrivals)
+    if seed % JOBS_EVERY == JOBS_EVERY - 3:
+        arrivals = _lines(random.Random(f"{seed} jobs"), arrivals, unit_s, tick_s)
     return World(
         seed=seed,
         kinds=kinds,
@@ -436,6 +439,23 @@ def _share_out(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival
             for arrival, name in zip(arrivals, askers, strict=True)
         ]
     )
+
+
+def _lines(rng: random.Random, arrivals: Sequence[Arrival], unit_s: float, tick_s: float) -> tuple[Arrival, ...]:
+    """Return the arrivals, some of them as lines of jobs with windows from hopeless to endless."""
+    share = rng.choice([0.2, 0.5, 0.9, 1.0])
+    windows_s = [rng.choice([0.5, 3.0, 30.0, 1_000.0, 100_000.0]) * unit_s for _ in range(rng.randint(1, 4))]
+    drawn = []
+    for arrival in arrivals:
+        window_s = rng.choice([*windows_s, None])
+        request = msgspec.structs.replace(
+            arrival.request,
+            background=True,
+            deadline_s=None if window_s is None else on_clock(arrival.at_s + window_s, tick_s),
+            after_tokens=rng.choice([0.0, 100.0, 10_000.0]),
+        )
+        drawn.append(replace(arrival, request=request) if rng.random() < share else arrival)
+    return tuple(drawn)
 
 
 def _grouping(

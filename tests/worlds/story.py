@@ -24,6 +24,7 @@ from llmserve.scheduling.messages import (
     PlanGroups,
     PreemptBatch,
     ReportCircuit,
+    ReportDue,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -47,7 +48,7 @@ def story_of(steps: Sequence[Step]) -> str:
 def _event(event: Event) -> str:
     match event:
         case RequestArrived(request):
-            return f"request {request.id} arrives{_details(request)}"
+            return f"{'line' if request.background else 'request'} {request.id} arrives{_details(request)}"
         case RequestCancelled(request_id):
             return f"the client of request {request_id} leaves"
         case RequestEnded(engine, request_id, outcome, tokens, fault, retryable):
@@ -96,6 +97,8 @@ def _action(action: Action) -> str:
             return f"{engine} works again" if open_s is None else f"{engine} gets no requests for {open_s:g} s"
         case ReportTrust(trusted, _):
             return "predictions are trusted again" if trusted else "predictions are not trusted"
+        case ReportDue(request_id):
+            return f"line {request_id} counts as online from now on"
         case SolveDispatch(observed):
             return f"a dispatch plan is requested for {sum(observed.rates_per_s):g} requests a second"
         case PlanGroups(rates_per_s):

@@ -12,6 +12,8 @@ from worlds.run import Violation, judge
 
 from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.admission import Admission
+from llmserve.scheduling.background import Background
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.dispatch import Dispatch
@@ -282,16 +284,33 @@ def an_engine_that_fails_is_used_on(patch: Patch) -> None:
 
 
 def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
-    refusal = Scheduler._refusal
+    refusal = Admission.refusal
 
-    def lenient(self: Scheduler, request: Request, group: Group, queues: ModelQueues | None) -> str | None:
-        self._queue_requests_max += 1
+    def lenient(self: Admission, request: Request, group: Group, waiting: int) -> str | None:
+        return refusal(self, request, group, waiting - 1)
+
+    patch.setattr(Admission, "refusal", lenient)
+
+
+def lines_do_not_look_who_waits(patch: Patch) -> None:
+    next_start = Background._next
+
+    def blind(self: Background, group: Group) -> object:
+        queues, group.tally.queues = group.tally.queues, {}
         try:
-            return refusal(self, request, group, queues)
+            return next_start(self, group)
         finally:
-            self._queue_requests_max -= 1
+            group.tally.queues = queues
 
-    patch.setattr(Scheduler, "_refusal", lenient)
+    patch.setattr(Background, "_next", blind)
+
+
+def lines_wait_beside_idle_engines(patch: Patch) -> None:
+    patch.setattr(Background, "_beyond_reserve", lambda self, group, queues, engines: [])
+
+
+def the_ends_of_windows_are_not_watched(patch: Patch) -> None:
+    patch.setattr(Background, "next_wake_s", lambda self, at_s: at_s)
 
 
 def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
@@ -538,6 +557,9 @@ BUGS: list[Callable[[Patch], None]] = [
     memory_stays_reserved,
     an_engine_that_fails_is_used_on,
     a_queue_takes_one_more_than_its_limit,
+    lines_do_not_look_who_waits,
+    lines_wait_beside_idle_engines,
+    the_ends_of_windows_are_not_watched,
     a_free_engine_is_overlooked_after_a_loss,
     decisions_depend_on_other_schedulers,
     a_plan_is_requested_repeatedly,

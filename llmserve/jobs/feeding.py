@@ -1,0 +1,191 @@
+"""Which lines of jobs enter the queue next, and when jobs will end. Reads no clock and does no I/O.
+
+The scheduler decides when a line starts (scheduling/background.py); it needs to see a few hundred lines only. So jobs
+of any size cost it the same, and a line that was not handed over yet needs nothing but its number.
+
+    order of jobs   by the ends of their windows
+    order of lines  those with the same prefix together, for an engine computes it once; then by forecast lengths: mixed
+                    where slots refill, so that the need for memory is even, with the shortest last, so that a job
+                    does not end with a few long answers; the longest first where batches run to their end
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+LINES_MAX = 256  # of all jobs, in the queue or on engines, beside the engines' slots
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
+LAST_SHARE = 1.0 / 16.0  # of a job's lines, the shortest, which run last
+RATE_S = 600.0  # the rate at which lines end is of the last so many seconds in which some were in the queue
+
+
+class Shape(NamedTuple):
+    """A line as far as its place goes. tokens : forecast length.  prefix : a hash of how its prompt begins"""
+
+    number: int
+    tokens: float
+    prefix: int = 0
+
+
+class Handed(NamedTuple):
+    """A line that enters the queue. after_tokens : forecast length of all lines of its job that follow"""
+
+    job: str
+    number: int
+    after_tokens: float
+
+
+class Forecast(NamedTuple):
+    """When a job ends by its forecast. in_time : whether that is within its window"""
+
+    ends_at_s: float
+    in_time: bool
+
+
+class _Job:
+    """deadline_s : end of its window.  waiting : lines to hand over.  tokens : of all its lines that have not ended"""
+
+    def __init__(self, job_id: str, deadline_s: float, lines: Sequence[Shape], *, barrier: bool) -> None:
+        self.id, self.deadline_s = job_id, deadline_s
+        self.tokens_of = {line.number: line.tokens for line in lines}
+        self.waiting = deque(arranged(lines, barrier=barrier))
+        self.tokens = sum(self.tokens_of.values())
+        self.waiting_tokens = self.tokens
+
+
+class Feeder:
+    """Keeps a few hundred lines in the queue.
+
+    slots    of the engines: so many lines may run beside those that wait
+    barrier  whether the engines run each batch to its end
+    """
+
+    def __init__(self, *, slots: int = 0, barrier: bool = False, lines_max: int = LINES_MAX) -> None:
+        self.slots = slots
+        self._barrier, self._lines_max = barrier, lines_max
+        self._jobs: dict[str, _Job] = {}
+        self._in_queue: dict[tuple[str, int], float] = {}  # lines that were handed over, with their tokens
+        self._rate = _Rate()
+
+    # ---- jobs ----
+
+    def add(self, job_id: str, deadline_s: float, lines: Sequence[Shape]) -> None:
+        """Take a job with the lines that have no result yet. deadline_s : end of its window"""
+        self._jobs[job_id] = _Job(job_id, deadline_s, lines, barrier=self._barrier)
+
+    def remove(self, job_id: str) -> list[int]:
+        """Forget a job. Returns its lines that are in the queue or run."""
+        self._jobs.pop(job_id, None)
+        numbers = [number for job, number in self._in_queue if job == job_id]
+        for number in numbers:
+            del self._in_queue[job_id, number]
+        return numbers
+
+    # ---- lines ----
+
+    def take(self, now_s: float) -> list[Handed]:
+        """The lines that enter the queue now, in order."""
+        handed: list[Handed] = []
+        room = self._lines_max + self.slots - len(self._in_queue)
+        for job in sorted(self._jobs.values(), key=lambda job: (job.deadline_s, job.id)):
+            while room > 0 and job.waiting:
+                number = job.waiting.popleft()
+                tokens = job.tokens_of[number]
+                job.waiting_tokens -= tokens
+                self._in_queue[job.id, number] = tokens
+                handed.append(Handed(job.id, number, max(0.0, job.waiting_tokens)))
+                room -= 1
+        self._rate.note(now_s, 0.0, busy=bool(self._in_queue))
+        return handed
+
+    def back(self, job_id: str, number: int) -> None:
+        """Let a line wait again that was not served: it is the next of its job."""
+        tokens = self._in_queue.pop((job_id, number), None)
+        if tokens is not None:
+            job = self._jobs[job_id]
+            job.waiting.appendleft(number)
+            job.waiting_tokens += tokens
+
+    def ended(self, job_id: str, number: int, now_s: float, tokens: float) -> None:
+        """Note a line that has a result. tokens : of its answer; 0: it has none"""
+        expected = self._in_queue.pop((job_id, number), None)
+        if expected is None:
+            return
+        job = self._jobs[job_id]
+        job.tokens -= expected
+        self._rate.note(now_s, tokens, busy=True)
+        if not (job.waiting or any(other == job_id for other, _ in self._in_queue)):
+            del self._jobs[job_id]
+
+    # ---- forecasts ----
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether a line has ended with an answer, so that the present rate is known."""
+        return self._rate.tokens_per_s is not None
+
+    def forecast(self, job_id: str, now_s: float, tokens_per_s_most: float) -> Forecast:
+        """When a job ends: at the present rate of lines, after all that comes before it. If that is late, as fast as
+        its share allows, for its lines then count as online requests.
+
+        tokens_per_s_most : what its share would get if each share that waits now went on waiting
+        """
+        job = self._jobs[job_id]
+        before = [other for other in self._jobs.values() if (other.deadline_s, other.id) <= (job.deadline_s, job.id)]
+        tokens = sum([other.tokens for other in before])
+        least_s = now_s + (tokens / tokens_per_s_most if tokens_per_s_most > 0 else math.inf)
+        rate = self._rate.tokens_per_s
+        likely_s = least_s if rate is None else now_s + (tokens / rate if rate > 0 else math.inf)
+        if likely_s > job.deadline_s:
+            likely_s = max(job.deadline_s, least_s)
+        return Forecast(max(likely_s, least_s), least_s <= job.deadline_s)
+
+
+class _Rate:
+    """Tokens of lines that end in a second, over the time in which some were in the queue; its weight decays."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._at_s: float | None = None
+
+    def note(self, now_s: float, tokens: float, *, busy: bool) -> None:
+        """Note an answer, or 0 tokens. busy : whether lines are in the queue until the next note"""
+        if self._at_s is not None:
+            passed_s = now_s - self._at_s
+            keep = math.exp(-passed_s / RATE_S)
+            self._tokens, self._seconds = keep * self._tokens, keep * self._seconds + passed_s
+        self._tokens += tokens
+        self._at_s = now_s if busy else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before the first answer."""
+        return self._tokens / self._seconds if self._tokens and self._seconds else None
+
+
+def arranged(lines: Iterable[Shape], *, barrier: bool) -> list[int]:
+    """The numbers of the lines in the order in which they enter the queue; see the module."""
+    in_order: list[int] = []
+    in_groups = sorted(lines, key=lambda line: (line.prefix, -line.tokens, line.number))
+    for _, members in groupby(in_groups, lambda line: line.prefix):
+        longest_first = [line.number for line in members]
+        in_order += longest_first if barrier else mixed(longest_first)
+    return in_order
+
+
+def mixed(longest_first: Sequence[int]) -> list[int]:
+    """The lines so that each stretch of them has all lengths, but for the shortest, which are last."""
+    last = len(longest_first) - int(LAST_SHARE * len(longest_first))
+    first = sorted(range(last), key=lambda place: (place + 1) * GOLDEN % 1.0)
+    return [*[longest_first[place] for place in _inverse(first)], *longest_first[last:]]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    places = [0] * len(order)
+    for rank, place in enumerate(order):
+        places[place] = rank
+    return places

@@ -1,0 +1,137 @@
+"""The lines of a file of requests, and which of them have a result. OpenAI's formats of a batch's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from llmserve.errors import ConfigError
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+SHOWN_MOST = 20  # bad lines that a message names
+
+
+class InputLine(msgspec.Struct, frozen=True):
+    """One request. body : the JSON for the endpoint `url`"""
+
+    custom_id: str
+    url: str
+    body: Raw
+    method: str = "POST"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The fields of a body that limit its answer."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Numbered(msgspec.Struct, frozen=True):
+    """A line of the file: where it begins, how many bytes it has, and the most tokens of its answer, if it says so."""
+
+    custom_id: str
+    offset: int
+    size: int
+    tokens_max: int | None
+
+
+class _Result(msgspec.Struct):
+    custom_id: str
+
+
+_LINE = msgspec.json.Decoder(InputLine)
+_LIMITS = msgspec.json.Decoder(Limits)
+_RESULT = msgspec.json.Decoder(_Result)
+
+
+def read_line(data: bytes) -> InputLine:
+    """Raises msgspec.MsgspecError when the line is no request."""
+    return _LINE.decode(data)
+
+
+def read_input(path: Path) -> list[Numbered]:
+    """All lines of the file. Raises ConfigError that names the bad lines by number."""
+    lines: list[Numbered] = []
+    bad: list[str] = []
+    seen: dict[str, int] = {}
+    for number, offset, data in _lines(path):
+        try:
+            line = read_line(data)
+            limits = _LIMITS.decode(line.body)
+        except msgspec.MsgspecError as error:
+            bad.append(f"line {number}: {error}")
+            continue
+        if line.method != "POST" or line.url not in ENDPOINTS:
+            bad.append(f"line {number}: {line.method} {line.url}: only POST to {' and '.join(ENDPOINTS)} is possible")
+        elif line.custom_id in seen:
+            bad.append(f"line {number}: its custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}")
+        else:
+            seen[line.custom_id] = number
+            lines.append(Numbered(line.custom_id, offset, len(data), limits.tokens))
+    if bad:
+        more = [f"and {len(bad) - SHOWN_MOST} more"] if len(bad) > SHOWN_MOST else []
+        raise ConfigError("\n  ".join([f"{path} has bad lines; nothing was run:", *bad[:SHOWN_MOST], *more]))
+    return lines
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset, bytes) of each line that is not empty."""
+    try:
+        with open(path, "rb") as file:
+            offset = 0
+            for number, data in enumerate(file, 1):
+                if data.strip():
+                    yield number, offset, data
+                offset += len(data)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def results_of(path: Path) -> list[str]:
+    """The custom_ids that have a result in the file; [] without one. A torn last line is cut off.
+
+    Raises ConfigError when the file is none of results.
+    """
+    if not path.exists():
+        return []
+    done, end = [], 0
+    for number, offset, data in _lines(path):
+        if not data.endswith(b"\n"):
+            break
+        try:
+            done.append(_RESULT.decode(data).custom_id)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is no file of results: line {number}: {error}") from error
+        end = offset + len(data)
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+    return done
+
+
+def answer_row(number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The row of a request that was answered. body : JSON, or any text"""
+    try:
+        shown: Any = Raw(msgspec.json.format(body, indent=-1))  # a row is one line
+    except msgspec.MsgspecError:
+        shown = body.decode(errors="replace")
+    return _row(number, custom_id, {"status_code": status, "request_id": request_id, "body": shown}, None)
+
+
+def error_row(number: int, custom_id: str, code: str | None, message: str) -> bytes:
+    """The row of a request that got no answer."""
+    return _row(number, custom_id, None, {"code": code, "message": message})
+
+
+def _row(number: int, custom_id: str, response: Any, error: Any) -> bytes:
+    row = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(row) + b"\n"

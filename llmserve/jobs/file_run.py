@@ -1,0 +1,211 @@
+"""Runs the lines of a file through a cluster in this process.
+
+A result is in its file before it counts, so a second run goes on where the first has ended, and runs nothing twice that
+has a result. The lines are those of one job without a window: with nobody beside them they take every slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO
+
+import msgspec
+
+from llmserve.api.parse import CallParser
+from llmserve.cluster.in_flight import Head, Receipt
+from llmserve.cluster.live import LiveCluster
+from llmserve.errors import ConfigError, RequestError
+from llmserve.jobs.feeding import Feeder, Shape
+from llmserve.jobs.file_rows import Numbered, answer_row, error_row, read_line, results_of
+from llmserve.request import Call
+
+JOB = "file"
+SAFE_S = 1.0  # results are forced to the disk so often
+TRIES_MOST, PAUSE_S = 3, 1.0  # of a line that the engine could not take, and between them
+UNKNOWN_TOKENS = 256.0  # forecast of an answer before the first one has ended
+PASSING = ("no_engine", "queue_full", "draining")  # refusals that are no fault of the line
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+class Results:
+    """The files of results. Rows are written at once, and forced to the disk by `force`."""
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        """Raises ConfigError when a file cannot be written."""
+        try:
+            self._files: list[IO[bytes]] = [open(path, "ab", buffering=0) for path in (output, errors)]  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+
+    def write(self, row: bytes, *, failed: bool) -> None:
+        """Raises OSError, such as for a full disk."""
+        file, rest = self._files[failed], memoryview(row)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+    def force(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.force()
+        for file in self._files:
+            file.close()
+
+
+class FileRun:
+    """One run of a file.
+
+    total, done, failed  lines; `done` includes earlier runs, and those that have failed
+    """
+
+    def __init__(self, path: Path, lines: Sequence[Numbered], output: Path, errors: Path) -> None:
+        """Raises ConfigError when the results are not of this file."""
+        numbers = {line.custom_id: number for number, line in enumerate(lines)}
+        completed, failed = results_of(output), results_of(errors)
+        strange = [custom_id for custom_id in (*completed, *failed) if custom_id not in numbers]
+        if strange:
+            raise ConfigError(f"{output} has results of another file: {strange[0]!r} is not in {path}")
+        self.total, self.done, self.failed = len(lines), len({*completed, *failed}), len(failed)
+        self._path, self._lines = path, lines
+        ended = {numbers[custom_id] for custom_id in (*completed, *failed)}
+        self._left = [number for number in range(len(lines)) if number not in ended]
+        self._results = Results(output, errors)
+        self._tries: Counter[int] = Counter()
+        self._changed = asyncio.Event()
+        self._trouble: OSError | None = None
+        self._paused_until_s = 0.0
+        self._parser = CallParser(prompt_chars_max=1 << 30, choices_max=1 << 20)
+        self._feeder = Feeder()
+
+    def seconds_left(self) -> float | None:
+        """None before the first answer."""
+        if self.done == self.total or not self._feeder.has_rate:
+            return None
+        now_s = time.monotonic()
+        return self._feeder.forecast(JOB, now_s, float("inf")).ends_at_s - now_s
+
+    async def run(self, cluster: LiveCluster, *, slots: int, barrier: bool) -> None:
+        """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
+        self._feeder = Feeder(slots=slots, barrier=barrier)
+        shapes = [Shape(number, float(self._lines[number].tokens_max or UNKNOWN_TOKENS)) for number in self._left]
+        self._feeder.add(JOB, float("inf"), shapes)
+        try:
+            with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
+                while self.done < self.total:
+                    self._submit(cluster, source)
+                    self._changed.clear()
+                    try:
+                        async with asyncio.timeout(SAFE_S):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        self._results.force()
+                    if self._trouble is not None:
+                        raise self._trouble
+        finally:
+            self._results.close()
+
+    def _submit(self, cluster: LiveCluster, source: IO[bytes]) -> None:
+        if time.monotonic() < self._paused_until_s:
+            return
+        for handed in self._feeder.take(time.monotonic()):
+            line = self._lines[handed.number]
+            source.seek(line.offset)
+            client = _Line(self, handed.number)
+            try:
+                cluster.submit(self._call(source.read(line.size), handed.after_tokens), client)
+            except RequestError as error:
+                self.refused(handed.number, error)
+
+    def _call(self, data: bytes, after_tokens: float) -> Call:
+        line = read_line(data)
+        call = self._parser.parse(line.url, bytes(line.body), MappingProxyType({}))
+        if call.stream:
+            raise RequestError("a line of a file cannot stream", code="stream_not_possible")
+        return msgspec.structs.replace(call, background=True, after_tokens=after_tokens)
+
+    # ---- results ----
+
+    def answered(self, number: int, head: Head) -> None:
+        if (head.status == 429 or head.status >= 500) and self._again(number):
+            return
+        body = head.body or b""
+        row = answer_row(
+            number + 1, self._lines[number].custom_id, head.status, f"llmserve-{head.receipt.request_id}", body
+        )
+        self._write(number, row, failed=head.status >= 400, tokens=_tokens_of(body))
+
+    def refused(self, number: int, error: RequestError) -> None:
+        if (error.code in PASSING or error.status >= 500) and self._again(number, counts=error.code not in PASSING):
+            return
+        self._write(number, error_row(number + 1, self._lines[number].custom_id, error.code, str(error)), failed=True)
+
+    def _again(self, number: int, *, counts: bool = True) -> bool:
+        """Let a line wait for another try, unless it has had enough."""
+        self._tries[number] += counts
+        if self._tries[number] >= TRIES_MOST:
+            return False
+        self._feeder.back(JOB, number)
+        self._paused_until_s = time.monotonic() + PAUSE_S
+        return True
+
+    def _write(self, number: int, row: bytes, *, failed: bool, tokens: float = 0.0) -> None:
+        try:
+            self._results.write(row, failed=failed)
+        except OSError as error:
+            self._trouble = error
+        else:
+            self.done += 1
+            self.failed += failed
+            self._feeder.ended(JOB, number, time.monotonic(), tokens)
+        self._changed.set()
+
+
+class _Line:
+    """The client of a line: it takes everything at once."""
+
+    __slots__ = ("_number", "_run")
+
+    paused = False
+
+    def __init__(self, run: FileRun, number: int) -> None:
+        self._run, self._number = run, number
+
+    async def writable(self) -> None:
+        """Always."""
+
+    def begin(self, head: Head) -> None:
+        self._run.answered(self._number, head)
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("a line is no stream")
+
+    def end(self) -> None:
+        raise AssertionError("a line is no stream")
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        self._run.refused(self._number, error)
+
+
+def _tokens_of(body: bytes) -> float:
+    try:
+        usage = _ANSWER.decode(body).usage
+    except msgspec.MsgspecError:
+        return 0.0
+    return float(usage.completion_tokens) if usage is not None else 0.0

@@ -1,0 +1,116 @@
+"""Which requests may wait, and what their arrival teaches: the reserve that lines of jobs leave free for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmserve.request import Request
+from llmserve.scheduling.circuit import Faults
+from llmserve.scheduling.fair import FairShares
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.groups import RequestBook
+from llmserve.scheduling.messages import FailReason
+from llmserve.scheduling.model_queues import ModelQueues
+from llmserve.scheduling.reserve import Reserve
+
+
+class Admission:
+    """Lets requests wait in the queues, or says why not.
+
+    awaits              whether an engine that is down, and may serve the model, is expected in the group
+    queue_requests_max  requests that may wait in a group; lines of jobs have a limit of their own, as large
+    reserves            by the shares that compete for the engines
+    """
+
+    def __init__(
+        self,
+        book: RequestBook,
+        awaits: Callable[[str, Group], bool],
+        forming: Forming,
+        faults: Faults,
+        queue_requests_max: int,
+    ) -> None:
+        self._book, self._awaits, self._forming, self._faults = book, awaits, forming, faults
+        self._queue_requests_max = queue_requests_max
+        self.reserves: dict[FairShares, Reserve] = {}
+
+    def refusal(self, request: Request, group: Group, waiting: int) -> FailReason | None:
+        """Why a request cannot wait in the group; None: it can, in queues that are made if need be.
+
+        waiting : requests of its kind that wait. A full queue makes room if a share holds more of it than this one.
+        """
+        queues, awaits = group.queues.get(request.model), self._awaits
+        if queues is None and (group.pool.serving(request.model) or awaits(request.model, group)):
+            queues = group.queues_of(request.model, self._book.now_s)  # others get no queues: clients invent names
+        if self._forming.draining:
+            return "draining"
+        if queues is None or not (queues.engines or awaits(request.model, group)):
+            return "no_engine"
+        if request.deadline_s is not None and request.deadline_s <= self._book.now_s:
+            return "deadline_exceeded"
+        full = waiting >= self._queue_requests_max
+        if full and (request.background or not refuse_holder(request, group, self._book)):
+            return "queue_full"
+        return None
+
+    def enter(self, request: Request, group: Group) -> None:
+        """Let a request wait that was not refused."""
+        queues = group.queues[request.model]
+        queued, queue = queues.admit(request, self._book.now_s)
+        queued.suspect = request.sender in self._faults.suspects
+        self._book.by_id[request.id] = queued
+        self._book.enter(queued, queues)
+        self._learn(group, queues)
+        self._forming.form_early(queues, queue, self._book.now_s)
+        if group.needs_dispatch:
+            self._book.touch(group)
+
+    def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:
+        """Slots of the model's engines that online requests want, and those that lines hold.
+
+        A barrier engine gives all its slots to one batch.
+        """
+        if queues.engines and queues.engines[0].info.barrier:
+            running = [[run.queued.request.background for run in e.running.values()] for e in queues.engines]
+            lines = sum([all(of_lines) for of_lines in running if of_lines])
+            online = sum([not all(of_lines) for of_lines in running if of_lines])
+            return online * queues.slots, lines * queues.slots
+        fair = queues.fair
+        members = (queues,) if len(group.queues) == 1 else group.queues.values()
+        lines = sum([member.lines for member in members if member.fair is fair])
+        return sum([member.present for member in members if member.fair is fair]) - lines, lines
+
+    def _learn(self, group: Group, queues: ModelQueues) -> None:
+        """Learn the reserve from an online request that waits from now on."""
+        engines = queues.engines
+        if engines and engines[0].info.barrier:
+            wanted = self.held(group, queues)[0] + queues.slots  # it wants an engine of its own
+        elif len(group.queues) == 1:
+            wanted = queues.present - queues.lines
+        else:
+            wanted, _ = self.held(group, queues)
+        reserve = self.reserves.get(queues.fair)
+        if reserve is None:
+            reserve = self.reserves[queues.fair] = Reserve()
+        reserve.arrived(self._book.now_s, wanted)
+
+
+def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
+    """Refuse the last request of the share that holds most of a full queue by its weight, and so make room for another.
+
+    False: the request's own share holds most, with this request.
+    """
+    held = {request.share: 1.0 / request.weight}
+    for fair in {queues.fair for queues in group.queues.values()}:
+        for share in fair:
+            held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
+    most = max(held, key=lambda name: (held[name], name == request.share))
+    if most == request.share:
+        return False
+    for queued in reversed(book.by_id.values()):
+        if queued.request.share == most and queued.run is None and queued.group == group.name:
+            book.touch(group)  # one share may wait alone now, and its batches form early
+            book.queues_of(queued).leave(queued)
+            book.fail(queued, "queue_full")
+            return True
+    return False

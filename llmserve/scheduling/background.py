@@ -1,0 +1,326 @@
+"""Lines of jobs: they take what online requests leave.
+
+A line waits here, apart from the queues of its model, until one of these:
+
+    it starts      a slot is free, no request waits that the slot's engine serves, and more slots are free than the
+                   reserve (reserve.py). Lines start by the ends of their windows. What nobody else wanted costs their
+                   share nothing.
+    it is due      its latest start has come by the forecasts. From now on it is an online request of its share.
+    it is late     its window has closed.
+
+The latest start of a line is the end of its window less the time that it takes alone, if it is as long as its forecast
+allows. And lines are due, in order, while all up to one of them, and the rest of its job, would end after its window on
+the slots that its share would get if all shares that wait now went on waiting.
+
+A barrier engine gets lines of like lengths in a batch, the longest first: of many that wait, few end much earlier than
+their batch, and a job does not end with its longest answers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from llmserve.request import Request
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.fair import FairShares
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.groups import Groups, RequestBook
+from llmserve.scheduling.memory import is_giant
+from llmserve.scheduling.messages import FailReason, ReportDue
+from llmserve.scheduling.model_queues import ModelQueues, aside
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest
+from llmserve.scheduling.reserve import Reserve
+
+PASSED_MOST = 8  # lines that a later one may pass because they do not fit an engine's memory
+LOOK_S, LOOKS_LEAST = 1.0, 16.0  # lines that have arrived are looked at within so long, or this part of their windows
+NO_ENGINE_S = 1.0  # how often to look whether an engine works again
+LINE_S_LEAST = 1e-3  # a line's time counts as this at least
+
+Row = list[tuple[float, int, Request]]  # (end of the window, number of the arrival, line), ascending
+
+
+class Starter(Protocol):
+    """Starts batches (scheduling/dispatch.py)."""
+
+    forming: Forming
+
+    def start_aside(
+        self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, now_s: float
+    ) -> None: ...
+
+
+class Door(Protocol):
+    """Lets online requests wait (scheduling/admission.py). reserves : by the shares that compete for the engines"""
+
+    @property
+    def reserves(self) -> Mapping[FairShares, Reserve]: ...
+
+    def refusal(self, request: Request, group: Group, waiting: int) -> FailReason | None: ...
+
+    def enter(self, request: Request, group: Group) -> None: ...
+
+    def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]: ...
+
+
+class Start(NamedTuple):
+    engine: EngineState
+    queues: ModelQueues
+    lines: list[QueuedRequest]
+
+
+class Background:
+    """The lines that wait.
+
+    waiting   by id
+    wake_at_s when to look again if no event comes before; None: never
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        book: RequestBook,
+        dispatch: Starter,
+        admission: Door,
+    ) -> None:
+        self.waiting: dict[int, tuple[float, int, Request]] = {}
+        self.wake_at_s: float | None = None
+        self._groups, self._book, self._dispatch, self._admission = groups, book, dispatch, admission
+        self._rows: dict[str, Row] = {}  # by model
+        self._free = FairShares().of("", 1.0)  # what surplus time is charged to
+        self._arrivals, self._look_at_s = 0, math.inf
+
+    # ---- lines that come and go ----
+
+    def arrive(self, request: Request) -> None:
+        """Let a line wait that was not refused."""
+        self._arrivals += 1
+        entry = math.inf if request.deadline_s is None else request.deadline_s, self._arrivals, request
+        self.waiting[request.id] = entry
+        insort(self._rows.setdefault(request.model, []), entry, key=_turn)
+        now_s = self._book.now_s
+        self._look_at_s = min(self._look_at_s, now_s + min(LOOK_S, (entry[0] - now_s) / LOOKS_LEAST))
+        self._touch()
+
+    def _touch(self) -> None:
+        for group in self._groups:
+            if group.pool.free:
+                self._book.touch(group)
+
+    def remove(self, request_id: int) -> Request | None:
+        """Take a line out; None: it does not wait here."""
+        entry = self.waiting.pop(request_id, None)
+        if entry is None:
+            return None
+        row = self._rows[entry[2].model]
+        del row[bisect_left(row, entry[:2], key=_turn)]
+        if not row:
+            del self._rows[entry[2].model]
+        return entry[2]
+
+    def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
+        """Give lines new forecasts."""
+        for request_id in changes.keys() & self.waiting.keys():
+            deadline_s, number, request = self.waiting[request_id]
+            entry = deadline_s, number, changes[request_id](request)
+            row = self._rows[request.model]
+            self.waiting[request_id] = row[bisect_left(row, entry[:2], key=_turn)] = entry
+
+    def fail(self, reason: FailReason) -> None:
+        """Fail all lines."""
+        for request_id in list(self.waiting):
+            self._fail(request_id, reason)
+
+    def _fail(self, request_id: int, reason: FailReason) -> None:
+        request = self.remove(request_id)
+        assert request is not None, f"line {request_id} does not wait"
+        self._book.report_failed(request_id, reason, self._groups.own(request))
+
+    # ---- lines whose time has come ----
+
+    def hurry(self) -> None:
+        """Fail lines whose window has closed, and let those wait as online requests whose latest start has come."""
+        now_s = self._book.now_s
+        for row in list(self._rows.values()):
+            while row and row[0][0] <= now_s:
+                self._fail(row[0][2].id, "deadline_exceeded")
+        if now_s >= self._look_at_s:
+            self._look_at_s = min([self._hurry(model) for model in list(self._rows)], default=math.inf)
+
+    def _hurry(self, model: str) -> float:
+        """Hurry the lines of a model that are due. Returns when to look again."""
+        row, now_s = self._rows[model], self._book.now_s
+        queues = self._groups.queues_of(model)
+        if queues is None or queues.no_engine_since_s is not None:
+            return now_s + NO_ENGINE_S  # a line does not give up, as an online request would
+        per_token_s = queues.service.seconds_per_token
+        tokens = [_tokens(queues, request) for *_, request in row]
+        shared_s = [per_token_s / _slots_of(queues, request) for *_, request in row]
+        before = [0.0, *accumulate(tokens)]
+        starts_s = [  # of all up to each line, and of what follows it
+            deadline_s - shared * (before[place + 1] + request.after_tokens)
+            for place, ((deadline_s, _, request), shared) in enumerate(zip(row, shared_s, strict=True))
+        ]
+        first_s = list(accumulate(reversed(starts_s), min))[::-1]  # the least from each place on
+        place = 0
+        while place < len(starts_s) and (due_s := first_s[place] + shared_s[place] * before[place]) <= now_s:
+            if not self._count_as_online(row[0][2]):
+                return now_s + LINE_S_LEAST + per_token_s * tokens[place]  # the queue is full: ask again
+            place += 1
+        alone_s = [deadline_s - per_token_s * _most(queues, request) for deadline_s, _, request in row]
+        for request in [entry[2] for entry, at_s in zip(list(row), alone_s, strict=True) if at_s <= now_s]:
+            self._count_as_online(request)
+        later_s = [at_s for at_s in (*alone_s, *[due_s for due_s in (due_s,) if place < len(starts_s)]) if at_s > now_s]
+        left_s = min(later_s, default=math.inf) - now_s
+        return now_s + max(0.5 * left_s, min(left_s, per_token_s), LINE_S_LEAST)
+
+    def _count_as_online(self, line: Request) -> bool:
+        """Let a line wait as an online request. False: its queue has no room."""
+        group = self._groups.group_for(line)
+        if self._admission.refusal(line, group, group.tally.waiting) is not None:
+            return False
+        request = msgspec.structs.replace(line, background=False)
+        self.remove(line.id)
+        self._book.actions.append(ReportDue(line.id))
+        self._admission.enter(request, group)
+        self._book.touch(group)
+        return True
+
+    # ---- lines that start ----
+
+    def fill(self, group: Group) -> None:
+        """Start lines in the slots of a group that others leave."""
+        while (start := self._next(group)) is not None:
+            engine, queues, lines = start
+            for queued in lines:
+                self.remove(queued.request.id)
+                self._book.by_id[queued.request.id] = queued
+                group.enter(queues)
+            queues.lines += len(lines)
+            batch = self._dispatch.forming.form(queues, max([q.bin for q in lines]), lines, self._book.now_s)
+            self._dispatch.start_aside(group, engine, queues, batch, self._book.now_s)
+
+    def _next(self, group: Group) -> Start | None:
+        """The lines that start next; None: none can."""
+        if any(engine.worker.reserved is not None for engine in group.pool.engines.values()):
+            return None  # requests wait for an engine that makes room
+        waited_for = group.tally.queues  # their engines are left to them
+        free = [
+            engine
+            for engine in group.pool.free.values()
+            if engine.room > 0 and not any(engine.serves(model) for model in waited_for)
+        ]
+        rows = sorted(self._rows.items(), key=lambda item: _turn(item[1][0])) if free else ()
+        for model, row in rows:
+            engines = [engine for engine in free if engine.serves(model)]
+            if engines:
+                queues = group.queues_of(model, self._book.now_s)
+                beyond = self._beyond_reserve(group, queues, engines)
+                if beyond and (start := self._start(group, queues, beyond, row)) is not None:
+                    return start
+        return None
+
+    def _beyond_reserve(
+        self, group: Group, queues: ModelQueues, engines: Sequence[EngineState]
+    ) -> Sequence[EngineState]:
+        """Engines on which a line may start. A barrier engine gives all its slots at once."""
+        reserve = self._admission.reserves.get(queues.fair)
+        if reserve is None:
+            return engines
+        online, lines = self._admission.held(group, queues)
+        most = reserve.lines_most(self._book.now_s, online, queues.all_slots, self._line_s(queues))
+        return [engine for engine in engines if lines + (engine.info.slots if engine.info.barrier else 1) <= most]
+
+    def _line_s(self, queues: ModelQueues) -> float:
+        """Mean seconds that a line takes: of those that have ended; before the first, of those that wait."""
+        service = queues.line_service
+        if service.answers:
+            return max(LINE_S_LEAST, service.tokens_mean * service.seconds_per_token)
+        row = self._rows[queues.model]
+        tokens = sum([_tokens(queues, request) for *_, request in row]) / len(row)
+        return max(LINE_S_LEAST, tokens * queues.service.seconds_per_token)
+
+    def _start(self, group: Group, queues: ModelQueues, engines: Sequence[EngineState], row: Row) -> Start | None:
+        """A start of the model's next lines on one of these engines; None: they fit none."""
+        now_s = self._book.now_s
+        barrier = [engine for engine in engines if engine.info.barrier]
+        for request in islice(self._members(group, row), PASSED_MOST):
+            queued = aside(queues, request, self._free, now_s)
+            batch = FormedBatch(0, queued.bin, now_s, [queued])
+            willing = [
+                engine for engine in engines if engine.circuit.closed or not engine.circuit.refuses(batch, now_s)
+            ]
+            fitting = [engine for engine in willing if _fits(engine, queued, queues, now_s)]
+            if not fitting:
+                continue
+            if queues.release.plans:  # as for other requests: idle engines may save energy
+                fitting = [engine for engine in fitting if engine.running] or fitting
+            engine = group.pool.preferred(fitting, request.prefixes)
+            if engine not in barrier:
+                return Start(engine, queues, [queued])
+            most = min(engine.room_at_once, self._dispatch.forming.batch_size)
+            return Start(engine, queues, self._alike(group, queues, row, most))
+        return None
+
+    def _members(self, group: Group, row: Row) -> Iterator[Request]:
+        """The lines that would wait in this group if they were online, by the ends of their windows."""
+        only = self._groups.only is not None
+        return (request for *_, request in row if only or self._groups.group_for(request) is group)
+
+    def _alike(self, group: Group, queues: ModelQueues, row: Row, most: int) -> list[QueuedRequest]:
+        """Lines of like lengths for one batch: the longest of those with the first end of a window, then the next."""
+        lines = list(self._members(group, row))
+        first_s = lines[0].deadline_s
+        same = [line for line in lines if line.deadline_s == first_s]
+        chosen = sorted(same, key=lambda line: (-_tokens(queues, line), line.id))[:most]
+        chosen += lines[len(same) : len(same) + most - len(chosen)]
+        return [aside(queues, line, self._free, self._book.now_s) for line in chosen]
+
+    # ---- time ----
+
+    def next_wake_s(self, group_times_s: float | None) -> float | None:
+        """The earliest of the caller's time and the times at which lines may start, be due, or be late."""
+        times_s = [self._look_at_s, *[row[0][0] for row in self._rows.values()]]
+        for group in self._groups:
+            times_s += [until_s for e in group.pool.paused.values() if (until_s := e.circuit.open_until_s) is not None]
+        for model in self._rows:
+            queues = self._groups.queues_of(model)
+            if queues is not None and (reserve := self._admission.reserves.get(queues.fair)) is not None:
+                times_s.append(reserve.silent_from_s(self._line_s(queues)))
+        times_s = [at_s for at_s in times_s if self._book.now_s < at_s < math.inf]
+        if group_times_s is not None:
+            times_s.append(group_times_s)
+        return min(times_s, default=None)
+
+
+def _turn(entry: tuple[float, int, Request]) -> tuple[float, int]:
+    return entry[:2]
+
+
+def _tokens(queues: ModelQueues, request: Request) -> float:
+    """Forecast output tokens of a line."""
+    return queues.forecast(request) or queues.service.tokens_mean
+
+
+def _most(queues: ModelQueues, request: Request) -> float:
+    """Tokens that the line takes at most, as far as its forecast tells."""
+    tokens = _tokens(queues, request)
+    return max(tokens, request.quantiles[-1]) if request.quantiles and queues.trust.trusted else tokens
+
+
+def _slots_of(queues: ModelQueues, line: Request) -> float:
+    """Slots that the line's share would get if each share that waits now waited on."""
+    others = sum([share.weight for share in queues.fair if share.name != line.share])
+    return queues.all_slots * line.weight / (line.weight + others)
+
+
+def _fits(engine: EngineState, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> bool:
+    """Whether the engine's memory holds the line, and is not another request's turn."""
+    if not engine.fits(queued, now_s, queues.service.seconds_per_token):
+        return False
+    return not engine.running or not is_giant(queued, engine.info) or engine.turn.is_open_to(queued, now_s)

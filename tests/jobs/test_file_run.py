@@ -1,0 +1,87 @@
+"""`llmserve batch run`: a file of requests on an engine, without a server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmserve.__main__ import main
+from llmserve.engines.engine_process import free_port
+from llmserve.errors import ConfigError
+from llmserve.jobs.file_rows import read_input, results_of
+
+
+def written(path: Path, count: int, **body: object) -> Path:
+    message = {"role": "user", "content": "How are you?"}
+    rows = [
+        {
+            "custom_id": f"line {number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "fake", "messages": [message], "max_tokens": 3 + number % 4, **body},
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join([json.dumps(row) + "\n" for row in rows]))
+    return path
+
+
+def test_bad_lines_are_named_by_number_and_nothing_is_run(tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", 3)
+    good = path.read_text().splitlines()
+    path.write_text("\n".join([good[0], "{", good[0], good[1].replace("/chat/", "/cat/"), good[2]]) + "\n")
+    with pytest.raises(ConfigError, match=r"line 2.*\n.*line 3: its custom_id 'line 0' is that of line 1\n.*line 4"):
+        read_input(path)
+
+
+def test_a_torn_last_row_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"custom_id":"a","response":{}}\n{"custom_id":"b","resp')
+    assert results_of(path) == ["a"]
+    assert path.read_text() == '{"custom_id":"a","response":{}}\n'
+
+
+def test_results_of_another_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = written(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    output.write_text('{"custom_id":"strange"}\n')
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["batch", "run", str(path), str(output), "--engine", url]) == 2
+    assert "'strange' is not in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
+    path, output = written(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "llmserve.engines.fake", "--slots", "4", "--step-s", "0.02", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert engine.stdout is not None
+        url = re.search(r"http://[\d.]+:\d+", engine.stdout.readline())
+        assert url is not None
+        command = [sys.executable, "-m", "llmserve", "batch", "run", str(path), str(output), "--engine", url[0]]
+        command += ["--slots", "4"]
+        first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 60.0
+        while (not output.exists() or output.read_bytes().count(b"\n") < 10) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        first.kill()
+        first.wait()
+        done = results_of(output)
+        assert 10 <= len(done) < 60
+        assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+    finally:
+        engine.kill()
+        engine.wait()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["custom_id"] for row in rows) == sorted(f"line {number}" for number in range(60))
+    assert [row["custom_id"] for row in rows][: len(done)] == done
+    assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)

@@ -1,0 +1,148 @@
+"""Lines of jobs in the scheduler: they take what online requests leave, and count as online when they are due."""
+
+from __future__ import annotations
+
+from llmserve.policies import SchedulingConfig
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    Action,
+    DrainRequested,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailRequest,
+    ReportDue,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.scheduler import Scheduler
+
+SECONDS_PER_TOKEN = 0.02  # the scheduler's guess until the first answer
+
+
+def line(id_: int, tokens: float = 100.0, **more: object) -> Request:
+    return Request(id_, tokens, background=True, share="job", **more)  # type: ignore[arg-type]
+
+
+class Driven:
+    """A scheduler with one engine, and what it has done."""
+
+    def __init__(self, slots: int, *, barrier: bool = False, **settings: object) -> None:
+        config = SchedulingConfig(**settings).resolved(barrier=barrier)  # type: ignore[arg-type]
+        self.scheduler: Scheduler = config.scheduler()
+        self.step(EngineReady(EngineInfo("e", slots, barrier)))
+
+    def step(self, event: Event, now_s: float = 0.0) -> list[Action]:
+        return self.scheduler.handle(event, now_s)
+
+    def arrive(self, *requests: Request, now_s: float = 0.0) -> list[int]:
+        """Returns the requests that started."""
+        return [id_ for request in requests for id_ in started(self.step(RequestArrived(request), now_s))]
+
+
+def started(actions: list[Action]) -> list[int]:
+    return [request.id for action in actions if isinstance(action, StartBatch) for request in action.batch.requests]
+
+
+def test_lines_take_every_slot_while_nobody_else_came() -> None:
+    driven = Driven(slots=3)
+    assert driven.arrive(*[line(id_) for id_ in range(5)]) == [0, 1, 2]
+    assert started(driven.step(RequestEnded("e", 1, "completed", 100.0), 1.0)) == [3]
+
+
+def test_an_online_request_comes_before_every_line_that_waits() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0), line(1))
+    assert driven.arrive(Request(2, 50.0), now_s=0.5) == []
+    assert started(driven.step(RequestEnded("e", 0, "completed", 100.0), 1.0)) == [2]
+
+
+def test_lines_start_by_the_ends_of_their_windows() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0), line(1, deadline_s=9_000.0), line(2, deadline_s=3_000.0))
+    assert started(driven.step(RequestEnded("e", 0, "completed", 100.0), 1.0)) == [2]
+
+
+def test_a_line_whose_latest_start_has_come_counts_as_online() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(Request(0, 100.0), Request(1, 100.0))
+    driven.arrive(line(2, deadline_s=100.0))
+    wakes_s: list[float] = []
+    due: list[Action] = []
+    while not due:
+        assert driven.scheduler.wake_at_s is not None
+        wakes_s.append(driven.scheduler.wake_at_s)
+        due = driven.step(TimerFired(), wakes_s[-1])
+    assert due == [ReportDue(2)]
+    # The other share waits, too: half of the slot is the line's, so its 100 tokens take four seconds, not two.
+    assert 96.0 <= wakes_s[-1] < 96.1
+    assert driven.arrive(line(3, deadline_s=1_000.0), now_s=wakes_s[-1]) == []
+
+
+def test_what_follows_a_line_in_its_job_moves_its_latest_start() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(Request(0, 100.0), Request(1, 100.0))
+    actions = driven.step(RequestArrived(line(2, deadline_s=100.0, after_tokens=2_500.0)))
+    assert actions == []
+    assert driven.scheduler.wake_at_s is not None
+    assert driven.step(TimerFired(), driven.scheduler.wake_at_s) == [ReportDue(2)]  # 104 s of work for 100 s
+
+
+def test_a_line_fails_when_its_window_closes() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(Request(0, 100.0), line(1, tokens=1e-3, deadline_s=5.0))
+    while (now_s := driven.scheduler.wake_at_s) is not None and now_s < 5.0:
+        driven.step(TimerFired(), now_s)
+    assert driven.step(TimerFired(), 5.0) == [FailRequest(1, "deadline_exceeded")]
+    assert not driven.scheduler.has(1)
+
+
+def test_lines_that_wait_can_be_cancelled_and_end_with_a_drain() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0), line(1), line(2))
+    assert driven.step(RequestCancelled(1)) == []
+    assert [action for action in driven.step(DrainRequested()) if isinstance(action, FailRequest)] == [
+        FailRequest(2, "draining")
+    ]
+
+
+def test_a_line_that_ran_in_vain_counts_as_online() -> None:
+    driven = Driven(slots=1)
+    driven.step(EngineReady(EngineInfo("f", 1, False)))
+    driven.arrive(line(0), line(1))
+    actions = driven.step(EngineLost("e"), 1.0)
+    assert ReportDue(0) in actions or ReportDue(1) in actions
+
+
+def test_a_barrier_engine_gets_the_longest_lines_together() -> None:
+    driven = Driven(slots=2, barrier=True, batch_size=2)
+    driven.arrive(line(0), line(1, 10.0), line(2, 90.0), line(3, 12.0), line(4, 80.0))
+    actions = driven.step(RequestEnded("e", 0, "completed", 100.0), 1.0)
+    assert started(actions) == [2, 4]
+
+
+def test_surplus_costs_the_share_of_a_job_nothing() -> None:
+    driven = Driven(slots=4)
+    driven.arrive(*[line(id_) for id_ in range(4)])
+    queues = driven.scheduler.queues("")
+    assert queues.fair.of("job", 1.0).served == 0.0
+
+
+def test_lines_leave_the_slots_that_arrivals_were_seen_to_want() -> None:
+    """Pairs of requests come every second: with one slot left free, the second of a pair would wait for a line."""
+    driven = Driven(slots=8)
+    now_s = 0.0
+    for pair in range(200):
+        now_s = float(pair)
+        ids = (10 * pair, 10 * pair + 1)
+        assert driven.arrive(*[Request(id_, 25.0) for id_ in ids], now_s=now_s) == [*ids]
+        for id_ in ids:
+            driven.step(RequestEnded("e", id_, "completed", 25.0), now_s + 0.5)
+    lines = [line(100_000 + id_, 200.0) for id_ in range(8)]
+    running = driven.arrive(*lines, now_s=now_s + 0.75)
+    assert 4 <= len(running) <= 6
+    driven = Driven(slots=8)
+    assert len(driven.arrive(*lines)) == 8
