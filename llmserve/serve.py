@@ -156,6 +156,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     """
     from llmserve import state_file
     from llmserve.api.app import App
+    from llmserve.api.cors import Cors
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
     from llmserve.reload import Reloader, engines_part, keys_part
@@ -180,7 +181,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload)
+        cors = Cors(server.cors_origin)
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, cors)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,

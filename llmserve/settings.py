@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,6 +34,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="origin whose pages may call the server from a browser, such as https://chat.example.com; *: "
+            "every origin; repeat for several (default: none)",
+            extra={"metavar": "ORIGIN"},
+        ),
+    ] = ()
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(
@@ -264,6 +272,14 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
             "each API key, stream or client address (default: key with --api-key-file, else none)"
         ),
     ] = None
+    alias: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="another name of a model; repeat for several names, and to give a name several models: the "
+            "first whose engine is up gets the request. A name may be a model's own, to give it fallbacks",
+            extra={"metavar": "NAME=MODEL"},
+        ),
+    ] = ()
     tokens_per_minute_max: Annotated[
         int,
         Meta(ge=0, description="tokens of prompts and answers per minute and API key; 0: no limit"),
@@ -280,6 +296,20 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         DefaultDeadlines(self.slo_ms)
+        aliases_of(self.alias)
+
+
+def aliases_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The models behind each name, in the order given. Raises ConfigError."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, model = text.partition("=")
+        if not name or not model:
+            raise ConfigError(f"alias: {text!r} is not NAME=MODEL")
+        if model in aliases.get(name, ()):
+            raise ConfigError(f"alias: {text!r} is given twice")
+        aliases[name] = (*aliases.get(name, ()), model)
+    return aliases
 
 
 class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
