@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
 from llmserve.errors import ConfigError
-from llmserve.settings import COMMON, TITLES, Config
+from llmserve.settings import COMMON, TITLES, Config, aliases_of
 
 if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
@@ -181,8 +181,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
-        cors = Cors(server.cors_origin)
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, cors)
+        cors, aliases = Cors(server.cors_origin), aliases_of(config.engines.alias)
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, cors, aliases)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -52,7 +53,7 @@ from llmserve.errors import (
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
-from llmserve.settings import ApiConfig, aliases_of
+from llmserve.settings import ApiConfig
 
 log = logging.getLogger("llmserve")
 
@@ -66,7 +67,8 @@ class App:
 
     Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
     than all of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
-    reload: reads keys, limits and engines again.  cors : pages of which origins may call
+    reload: reads keys, limits and engines again.  cors : pages of which origins may call.
+    aliases: the models behind other names, see aliases.py
     """
 
     def __init__(
@@ -78,10 +80,11 @@ class App:
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
         cors: Cors | None = None,
+        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)
         self._cors = cors or None
-        self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
+        self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         own = (ResponseEndpoints(cluster, keys), StateEndpoints(cluster, metrics, seeing))
@@ -163,14 +166,21 @@ def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
 
 
 class _Endpoints:
-    def __init__(self, cluster: LiveCluster, metrics: Metrics, key_limits: KeyLimits, config: ApiConfig) -> None:
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        metrics: Metrics,
+        key_limits: KeyLimits,
+        config: ApiConfig,
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
         self._cluster = cluster
         self._metrics = metrics
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
         self._fair_by = config.fair_by or ("key" if key_limits.keys.required else "none")
-        self._aliases = Aliases(aliases_of(config.alias), cluster.fleet.is_up)
+        self._aliases = Aliases(aliases, cluster.fleet.is_up)
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
