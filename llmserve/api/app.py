@@ -160,6 +160,12 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The header with the client's key: Anthropic's clients send it as `x-api-key`."""
+    authorization, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if authorization is None and key else authorization
+
+
 def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
     """Return x-request-id: the client's, if sent."""
     return b"x-request-id", (dict(call.headers).get("x-request-id") or f"llmserve-{request_id}").encode()
@@ -192,8 +198,8 @@ class _Endpoints:
             retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
         authorization = exchange.headers.get("authorization")
-        if authorization is None and endpoint.takes_bare_key and (key := exchange.headers.get("x-api-key")):
-            authorization = f"Bearer {key}"
+        if authorization is None and endpoint.takes_bare_key:
+            authorization = authorization_of(exchange.headers)
         name = self._key_limits.keys.authenticate(authorization)
         exchange.on_end = self._key_limits.acquire(name).release
         exchange.key = name
@@ -269,7 +275,7 @@ class _Endpoints:
     # ---- models ----
 
     async def list_models(self, request: Request) -> Response:
-        self._key_limits.keys.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
         models = [self._model(id_) for id_ in sorted(self._cluster.models)]
         aliases = self._aliases.of(self._cluster.models)
         models += [{**self._model(model), "id": name, "root": model} for name, model in sorted(aliases.items())]
@@ -277,13 +283,13 @@ class _Endpoints:
 
     async def list_endpoints(self, request: Request) -> Response:
         """The endpoints that engines have, as servers made with FastAPI tell them."""
-        self._key_limits.keys.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
         paths = self._cluster.routes.having(self._cluster.fleet.handles.values())
         info = {"title": "llmserve", "version": "1"}
         return json_response({"openapi": "3.1.0", "info": info, "paths": {path: {"post": {}} for path in paths}})
 
     async def retrieve_model(self, request: Request) -> Response:
-        self._key_limits.keys.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
         id_ = request.path_params["model_id"]
         if id_ in self._cluster.models:
             return json_response(self._model(id_))

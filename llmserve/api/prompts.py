@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import Raw
 
 from llmserve.api.agent_bodies import MessagesBody, ResponseBody, text_of
 from llmserve.api.bodies import PROMPTS_MAX, ChatBody, CompletionBody, strings_of, too_many
@@ -34,8 +33,7 @@ def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | N
     """The predictor gets the last user turn, the system prompt, and the length of all other turns in characters."""
     roles = [message.role for message in body.messages]
     texts = [message.text for message in body.messages]
-    shape = Prompt("", body.model, stop=stops, format=body.format, output_tokens_max=output_tokens_max)
-    return _read_turns(shape, roles, texts, body.tools, body.tools_count)
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
 
 
 def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
@@ -43,8 +41,7 @@ def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max:
     turns = [("system", body.instructions)] if body.instructions else []
     turns += body.turns
     roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    shape = Prompt("", body.model, format=body.format, output_tokens_max=output_tokens_max)
-    return _read_turns(shape, roles, texts, body.tools, body.tools_count)
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
 
 
 def read_messages(body: MessagesBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
@@ -53,28 +50,36 @@ def read_messages(body: MessagesBody, stops: tuple[str, ...], output_tokens_max:
     for message in body.messages:
         turns += message.turns
     roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    shape = Prompt("", body.model, stop=stops, output_tokens_max=output_tokens_max)
-    return _read_turns(shape, roles, texts, body.tools, body.tools_count)
+    return _read_turns(body, roles, texts, stops, "", output_tokens_max)
 
 
-def _read_turns(shape: Prompt, roles: list[str], texts: list[str], tools: Raw, tools_count: int) -> ReadPrompt:
-    """shape : what the prompt has beside its texts and tools.  roles, texts : of each turn"""
+def _read_turns(
+    body: ChatBody | ResponseBody | MessagesBody,
+    roles: list[str],
+    texts: list[str],
+    stops: tuple[str, ...],
+    format: str,
+    output_tokens_max: int | None,
+) -> ReadPrompt:
+    """roles, texts : of each turn"""
+    tools = body.tools_count
     if not roles:
-        return ReadPrompt(shape, "", 0)
+        prompt = Prompt("", body.model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
+        return ReadPrompt(prompt, "", 0)
     question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
     text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
     chars = sum(map(len, texts))
     prompt = Prompt(
         text,
-        shape.model,
+        body.model,
         system,
         chars - len(text) - len(system),
-        shape.stop,
-        tools=tools_count,
-        format=shape.format,
-        output_tokens_max=shape.output_tokens_max,
+        stops,
+        tools=tools,
+        format=format,
+        output_tokens_max=output_tokens_max,
     )
-    lines = [bytes(memoryview(tools)[:OPENING_CHARS]).decode(errors="replace")] if tools_count else []
+    lines = [bytes(memoryview(body.tools)[:OPENING_CHARS]).decode(errors="replace")] if tools else []
     for role, content in zip(roles, texts, strict=True):
         lines += (role, content)
     return ReadPrompt(prompt, _first_characters(lines), chars)

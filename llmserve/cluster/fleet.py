@@ -154,6 +154,11 @@ class Fleet:
         """Names of all queues of the scheduler that may be used: of known models, and of their lanes."""
         return chain(self.models, self._lanes.names)
 
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return len(self._lanes.names)
+
     def serving(self, model: str) -> list[EngineHandle]:
         """The engines that serve the model, or did when they were last up."""
         return [handle for handle in self.handles.values() if model in handle.models]

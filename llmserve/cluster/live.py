@@ -272,8 +272,11 @@ class LiveCluster:
                 # The queue has room again when the first running call ends.
                 retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
             error = _error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
-            missing = action.reason == "model_not_found"
-            in_flight.fail(model_not_found(in_flight.call.model, self.models) if missing else error)
+            if action.reason == "model_not_found":
+                call = in_flight.call
+                known = call.model in self.models  # the queue that no engine lists was a lane
+                error = self.routes.missing(call) if known else model_not_found(call.model, self.models)
+            in_flight.fail(error)
         self._forget(in_flight)
 
     def _forget(self, in_flight: InFlightCall) -> None:

@@ -18,6 +18,7 @@ from llmserve.request import Call
 
 RESPONSES = "/v1/responses"
 RESPONSES_MAX = 50_000  # whose engine is remembered
+LANES_UNLISTED_MAX = 256  # so many lanes, and models that no engine lists yet get no more
 
 
 class _Origin(NamedTuple):
@@ -40,7 +41,7 @@ class Routes:
         serving = self._fleet.serving(call.model)
         able = [handle for handle in serving if call.path in handle.endpoints]
         if serving and not able:
-            raise self._missing(call, serving)
+            raise self.missing(call)
         if call.previous and (origin := self._origins.get(call.previous)) is not None:
             lane = Lane(call.model, engine=self._handle_of(origin, call.previous, call.prompt.sender, call.model).name)
             if len(able) == 1:
@@ -49,6 +50,8 @@ class Routes:
             return call
         else:
             lane = Lane(call.model, call.path)
+        if not serving and self._fleet.lanes >= LANES_UNLISTED_MAX:  # clients invent names
+            raise Unavailable("no engine has told its models yet", code="no_engine", retry_after_s=1.0)
         self._fleet.open_lane(lane)
         return replace(call, lane=lane.name)
 
@@ -62,14 +65,14 @@ class Routes:
             if handle.endpoints.told is not None or call.form in (None, COMPLETION) or any(n in body for n in names):
                 return None
             self._fleet.lacks(handle, call.path)
-        serving = self._fleet.serving(call.model)
-        if any(call.path in other.endpoints for other in serving):
+        if any(call.path in other.endpoints for other in self._fleet.serving(call.model)):
             message = f"engine {handle.name} has no {call.path}; another engine may have it: ask again"
             return Unavailable(message, code="endpoint_not_found", retry_after_s=1.0)
-        return self._missing(call, serving)
+        return self.missing(call)
 
-    def _missing(self, call: Call, serving: Iterable[EngineHandle]) -> NotFound:
-        there = self.having(serving)
+    def missing(self, call: Call) -> NotFound:
+        """The error when no engine of a call's model has its endpoint."""
+        there = self.having(self._fleet.serving(call.model))
         return NotFound(
             f"no engine of the model {call.model!r} has {call.path}; there are {', '.join(there) or 'no endpoints'}",
             code="endpoint_not_found",

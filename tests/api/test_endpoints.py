@@ -13,6 +13,7 @@ import openai
 import pytest
 from front import Front, StartFront, until
 
+from llmserve.cluster import routes
 from llmserve.engines.fake import FakeEngine, FakePace, Fault
 from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
@@ -118,6 +119,7 @@ async def test_a_key_may_come_as_anthropic_sends_it(start_front: StartFront, tmp
         await claude(front, "sk-alice").messages.create(model="fake", max_tokens=5, messages=SAID)
         with pytest.raises(anthropic.AuthenticationError):
             await claude(front, "sk-bob").messages.create(model="fake", max_tokens=5, messages=SAID)
+        assert [model.id async for model in claude(front, "sk-alice").models.list()] == ["fake"]
         async with front.post("/v1/embeddings", headers={"x-api-key": "sk-alice"}, input="a") as refused:
             assert refused.status == 401
 
@@ -354,6 +356,30 @@ async def test_an_engine_that_lists_nothing_is_tried_once(start_front: StartFron
         assert told["code"] == "endpoint_not_found"
         assert "/v1/embeddings" not in told["message"].partition("there are")[2]
     assert len(arrived(front)) == 1
+
+
+@pytest.mark.parametrize("endpoints", [("/v1/embeddings",), ("/v1/chat/completions",)])
+async def test_a_request_waits_for_the_first_engine(start_front: StartFront, endpoints: tuple[str, ...]) -> None:
+    async with FakeEngine(step_s=0, endpoints=endpoints) as engine:
+        port = int(engine.url.rpartition(":")[2])
+    front = await start_front(engine.url, wait=False)
+    asking = asyncio.create_task(read(front, "/v1/embeddings", PROMPTS["/v1/embeddings"]))
+    await until(lambda: len(arrived(front)) == 1)
+    async with FakeEngine(step_s=0, endpoints=endpoints, port=port):
+        assert await asking == (200 if "/v1/embeddings" in endpoints else 404)
+
+
+async def test_invented_models_open_few_lanes(start_front: StartFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "LANES_UNLISTED_MAX", 8)
+    async with FakeEngine(step_s=0) as engine:
+        port = int(engine.url.rpartition(":")[2])
+    front = await start_front(engine.url, wait=False)
+    asked = [read(front, "/v1/embeddings", {"model": f"m{number}", "input": "a"}) for number in range(12)]
+    asking = asyncio.gather(*asked)
+    await until(lambda: front.cluster.fleet.lanes == 8)
+    async with FakeEngine(step_s=0, port=port):
+        assert set(await asking) == {404, 503}
+    assert front.cluster.fleet.lanes == 0
 
 
 async def test_a_response_goes_on_where_the_first_one_was(start_front: StartFront) -> None:
