@@ -263,8 +263,8 @@ class _Engine:
     def start(self, batch: Batch) -> None:
         self.batch_id = batch.id
         for request in batch.requests:
-            self.running[request.id] = (batch.model, request.choices)
-            self.by_model[batch.model] = self.by_model.get(batch.model, 0) + request.choices
+            self.running[request.id] = (batch.model, request.sequences)
+            self.by_model[batch.model] = self.by_model.get(batch.model, 0) + request.sequences
 
     def end(self, request_id: int) -> None:
         """Remove a request. No effect for an unknown request, which was lost together with the engine."""

@@ -118,7 +118,7 @@ class Metrics:
         event = step.event
         if type(event) is RequestArrived:
             self._open[event.request.id] = _Open(event.request, step.now_s)
-            if event.request.predicted_tokens is not None:
+            if event.request.predicted_tokens is not None and event.request.choices:
                 self._predicted.observe(event.request.predicted_tokens)
         elif type(event) is RequestEnded:
             if event.no_socket:
@@ -140,8 +140,8 @@ class Metrics:
         elif type(event) is Tuned:
             self._order.follow(event)
         elif type(event) is EngineReady:  # the engine may list other models than before
-            self._streams.keep(self._cluster.models)
-            self._dispatch.keep(self._cluster.models)
+            self._streams.keep(set(self._cluster.fleet.queues))
+            self._dispatch.keep(set(self._cluster.fleet.queues))
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)

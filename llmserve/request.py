@@ -7,6 +7,7 @@ or an answer. A `Call` holds the client's HTTP request; only the HTTP layer and 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline_s        on the scheduler's clock; None: no deadline
     quantiles         equally likely output lengths, ascending; () when only the median is known
     prompt_tokens     estimated; 0 when unknown
-    choices           answers that share the prompt, each as long as predicted
+    choices           answers that share the prompt, each as long as predicted; 0: the prompt is all the work
     prefixes          hashes of prefixes of the prompt, of growing length; () without grouping by prefix
     model             id of the model; "" for a single model
     stream            name of the client's key or application; "" when unknown
@@ -54,6 +55,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def expected_tokens(self) -> float | None:
         """Mean predicted output tokens of one choice, from the quantiles; without quantiles the median."""
         return sum(self.quantiles) / len(self.quantiles) if self.quantiles else self.predicted_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run at once on the engine."""
+        return self.choices or 1
 
     def total_tokens(self, expected_tokens: float) -> int:
         """Tokens in an engine's memory at the end of the request. expected_tokens : of each choice"""
@@ -117,7 +123,8 @@ class Call(msgspec.Struct, frozen=True):
     prompt             input of the length predictor
     stream             the client requests server-sent events
     usage_added        the front-end added `stream_options.include_usage` to `body`, and hides the event from the client
-    choices            number of answers (`n` times the prompts), which share one count of output tokens
+    choices            number of answers (`n` times the prompts), which share one count of output tokens; 0: none,
+                       the prompt is all the work
     output_tokens_max  the client's limit of each answer
     output_tokens_min  least length of each answer (min_tokens; with ignore_eos the limit itself)
     slo_s              deadline, seconds after the arrival
@@ -132,6 +139,10 @@ class Call(msgspec.Struct, frozen=True):
     share, weight      who answers for the cost, and its weight; see Request
     tier, priority     `service_tier` and `priority` of the body: what the client asks for
     background         a line of a job, see Request; after_tokens : likewise
+    form               how the answer is read (cluster/answer_forms.py); None: as a completion
+    lane               name of the queue, see cluster/lanes.py; "": the model's own
+    content_type       of the body; "" for JSON
+    previous           id of the earlier response that the prompt goes on from; "" for none
     """
 
     path: str
@@ -157,6 +168,10 @@ class Call(msgspec.Struct, frozen=True):
     priority: int = 0
     background: bool = False
     after_tokens: float = 0.0
+    form: Any = None
+    lane: str = ""
+    content_type: str = ""
+    previous: str = ""
 
     @property
     def model(self) -> str:

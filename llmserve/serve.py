@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
 from llmserve.errors import ConfigError
-from llmserve.settings import COMMON, TITLES, Config
+from llmserve.settings import COMMON, TITLES, Config, aliases_of
 
 if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
@@ -157,6 +157,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     from llmserve import state_file
     from llmserve.api.app import App
     from llmserve.api.batches import FILES, BatchEndpoints
+    from llmserve.api.cors import Cors
     from llmserve.api.job_parts import open_jobs
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
@@ -183,8 +184,18 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
         jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
-        batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, batches, metrics.meter_of_all)
+        app = App(
+            cluster,
+            metrics,
+            key_limits,
+            config.limits,
+            admin,
+            reloader.reload,
+            Cors(server.cors_origin),
+            aliases_of(config.engines.alias),
+            BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None,
+            metrics.meter_of_all,
+        )
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,

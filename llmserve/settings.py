@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,6 +34,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="origin whose pages may call the server from a browser, such as https://chat.example.com; *: "
+            "every origin; repeat for several (default: none)",
+            extra={"metavar": "ORIGIN"},
+        ),
+    ] = ()
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(
@@ -108,6 +116,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     barrier: Annotated[
         bool, Meta(description="URL and vllm engines run each batch to its end (static batching), without refill")
     ] = False
+    alias: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="another name of a model; repeat for several names, and to give a name several models: the "
+            "first whose engine is up gets the request. A name may be a model's own, to give it fallbacks",
+            extra={"metavar": "NAME=MODEL"},
+        ),
+    ] = ()
     engine_args: Annotated[
         tuple[str, ...],
         Meta(description="arguments for vLLM; on the command line: all words after `--`", extra={"flag": False}),
@@ -191,6 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")
+        aliases_of(self.alias)
         self._check_plan()
 
     def _check_plan(self) -> None:
@@ -207,6 +224,19 @@ def _placed(entry: str) -> tuple[str, str]:
     """Split WORKER=URL. A worker's name cannot contain `:` or `/`, so a `=` inside a URL is no separator."""
     worker, separator, url = entry.partition("=")
     return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
+
+
+def aliases_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The models behind each name, in the order given. Raises ConfigError."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, model = text.partition("=")
+        if not name or not model:
+            raise ConfigError(f"alias: {text!r} is not NAME=MODEL")
+        if model in aliases.get(name, ()):
+            raise ConfigError(f"alias: {text!r} is given twice")
+        aliases[name] = (*aliases.get(name, ()), model)
+    return aliases
 
 
 class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,19 +132,19 @@ class KeyUsage:
             self._joules = joules
 
     def _start(self, request: Request, engine: str, now_s: float) -> None:
-        self._running[request.id] = _Run(engine, request.choices, now_s, self._of_each)
-        self._sequences += request.choices
+        self._running[request.id] = _Run(engine, request.sequences, now_s, self._of_each)
+        self._sequences += request.sequences
 
     def _end(self, request_id: int, engine: str, now_s: float) -> None:
         run = self._running.get(request_id)
         if run is None or run.engine != engine:  # an engine that was lost before
             return
         del self._running[request_id]
-        self._sequences -= run.choices
+        self._sequences -= run.sequences
         seconds, joules = self._ran.get(request_id, (0.0, 0.0))
         self._ran[request_id] = (
-            seconds + run.choices * (now_s - run.since_s),
-            joules + run.choices * (self._of_each - run.of_each),
+            seconds + run.sequences * (now_s - run.since_s),
+            joules + run.sequences * (self._of_each - run.of_each),
         )
 
 
@@ -155,7 +155,7 @@ def _rounded(value: float) -> float:
 class _Run:
     """A request on an engine. of_each : E at the start"""
 
-    __slots__ = ("choices", "engine", "of_each", "since_s")
+    __slots__ = ("engine", "of_each", "sequences", "since_s")
 
-    def __init__(self, engine: str, choices: int, since_s: float, of_each: float) -> None:
-        self.engine, self.choices, self.since_s, self.of_each = engine, choices, since_s, of_each
+    def __init__(self, engine: str, sequences: int, since_s: float, of_each: float) -> None:
+        self.engine, self.sequences, self.since_s, self.of_each = engine, sequences, since_s, of_each

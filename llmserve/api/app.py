@@ -1,7 +1,7 @@
-"""The HTTP application: OpenAI's endpoints on a live cluster.
+"""The HTTP application: the engines' endpoints (endpoints.py) on a live cluster, and the server's own.
 
-POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
-POST, GET /v1/files, /v1/batches and below: api/batches.py
+GET /v1/models   GET /v1/models/{id}   GET and DELETE /v1/responses/{id}   POST /v1/responses/{id}/cancel
+GET /openapi.json (the endpoints)   /v1/files, /v1/batches and below: api/batches.py
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
 GET / (a page for people)   GET /events (what it shows)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import FastAPI
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
@@ -24,18 +24,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.admin import AdminEndpoints
+from llmserve.api.aliases import Aliases
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.authentication import Keys
 from llmserve.api.batches import FILES, BatchEndpoints, NoBatches
-from llmserve.api.bodies import BODIES
+from llmserve.api.cors import Cors
+from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser
+from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
+from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
@@ -43,7 +47,15 @@ from llmserve.cluster.places import Places
 from llmserve.cluster.watch import Watch
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.energy import EnergyMeter
-from llmserve.errors import ConfigError, MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
+from llmserve.errors import (
+    BadRequest,
+    ConfigError,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    Unavailable,
+    model_not_found,
+)
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
@@ -63,11 +75,12 @@ async def no_reload() -> None:
 
 
 class App:
-    """Answers requests: completions directly, every other path by FastAPI.
+    """Answers requests: for engines' endpoints directly, every other path by FastAPI.
 
-    Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
-    of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
-    reload: reads keys, limits and engines again.  meter: of all engines' energy; None: none is known
+    Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
+    than all of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
+    reload: reads keys, limits and engines again.  cors : pages of which origins may call.
+    aliases: the models behind other names, see aliases.py.  meter : of all engines' energy; None: none is known
     batches: of files and batch jobs; None: there is no place for them
     """
 
@@ -79,29 +92,39 @@ class App:
         config: ApiConfig,
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
+        cors: Cors | None = None,
+        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         batches: BatchEndpoints | None = None,
         meter: EnergyMeter | None = None,
     ) -> None:
+        cluster.routes.paths = tuple(ENDPOINTS)
+        self._cors = cors or None
         self._batches = batches or NoBatches()
-        self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
+        self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         page = PageEndpoints(Watch(cluster, meter), None if not keys.required else () if admin is None else (admin,))
-        parts = (self._batches, StateEndpoints(cluster, metrics, seeing), page)
+        state = StateEndpoints(cluster, metrics, seeing)
         admins = AdminEndpoints(cluster, admin, key_limits, reload)
+        parts = (self._batches, ResponseEndpoints(cluster, keys), state, page)
         self._others = AsgiHandler(_other_paths(self._endpoints, admins, parts), self.refused)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
         """Check the key before the body is read. Raises RequestError."""
-        if exchange.method == "POST" and exchange.path in BODIES:
-            self._endpoints.admit(exchange)
+        if self._cors is not None:
+            self._cors.allow(exchange)
+        if exchange.method == "POST" and (endpoint := ENDPOINTS.get(exchange.path)) is not None:
+            exchange.endpoint = endpoint
+            self._endpoints.admit(exchange, endpoint)
         elif exchange.method == "POST" and exchange.path == FILES:
             exchange.upload = self._batches.upload(exchange)
 
     def handle(self, exchange: Exchange) -> None:
-        if exchange.method == "POST" and exchange.path in BODIES:
+        if exchange.endpoint is not None:
             self._endpoints.complete(exchange)
+        elif self._cors is not None and self._cors.is_preflight(exchange):
+            self._cors.answer(exchange)
         else:
             self._others.handle(exchange)
 
@@ -128,6 +151,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, parts: Iterable[P
     app = _fastapi(endpoints)
     for part in parts:
         part.add_to(app)
+    app.add_route("/openapi.json", endpoints.list_endpoints, methods=["GET"])
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     app.add_route("/admin/queue", admin.list_waiting, methods=["GET"])
@@ -135,7 +159,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, parts: Iterable[P
     app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
-    for path in BODIES:
+    for path in ENDPOINTS:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
     return app
 
@@ -154,35 +178,52 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The header with the client's key: Anthropic's clients send it as `x-api-key`."""
+    authorization, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if authorization is None and key else authorization
+
+
 def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
     """Return x-request-id: the client's, if sent."""
     return b"x-request-id", (dict(call.headers).get("x-request-id") or f"llmserve-{request_id}").encode()
 
 
 class _Endpoints:
-    def __init__(self, cluster: LiveCluster, metrics: Metrics, key_limits: KeyLimits, config: ApiConfig) -> None:
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        metrics: Metrics,
+        key_limits: KeyLimits,
+        config: ApiConfig,
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
         self._cluster = cluster
         self._metrics = metrics
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
         self._fair_by = config.fair_by or ("key" if key_limits.keys.required else "none")
+        self._aliases = Aliases(aliases, cluster.fleet.is_up)
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
-    # ---- completions ----
+    # ---- requests to engines ----
 
-    def admit(self, exchange: Exchange) -> None:
+    def admit(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Count a request of the client's key until its end. Raises RequestError."""
         if self._cluster.draining:
             retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
-        name = self._key_limits.keys.authenticate(exchange.headers.get("authorization"))
+        authorization = exchange.headers.get("authorization")
+        if authorization is None and endpoint.takes_bare_key:
+            authorization = authorization_of(exchange.headers)
+        name = self._key_limits.keys.authenticate(authorization)
         exchange.on_end = self._key_limits.acquire(name).release
         exchange.key = name
 
     def complete(self, exchange: Exchange) -> None:
-        """Queue a completion; its answer is written as the engine gives it."""
+        """Queue a request; its answer is written as the engine gives it."""
         if self._parser.is_large(exchange.body):
             parsing = asyncio.get_running_loop().create_task(self._complete_large(exchange))
             self._parsing.add(parsing)
@@ -203,8 +244,14 @@ class _Endpoints:
 
     def _submit(self, call: Call, exchange: Exchange) -> None:
         account = self._key_limits.account(exchange.key)
+        if not call.model:
+            call = self._of_only_model(call)
+        elif self._aliases:
+            call = self._aliases.resolved(call)
         call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
         self._check_served(call)
+        if call.form is not COMPLETION:
+            call = self._cluster.routes.routed(call)
         answer = _Answer(call, exchange, account)
         in_flight = self._cluster.submit(call, answer, account.charge(call.model))
         if not exchange.ended:
@@ -228,6 +275,13 @@ class _Endpoints:
             return call
         return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
 
+    def _of_only_model(self, call: Call) -> Call:
+        """The call for the only model that there is: some endpoints leave the model out. Raises BadRequest."""
+        models = list(self._cluster.models)
+        if len(models) != 1:
+            raise BadRequest("`model` is required", param="model", code="missing_required_parameter")
+        return replace(call, prompt=replace(call.prompt, model=models[0]))
+
     def _check_served(self, call: Call) -> None:
         models = self._cluster.models
         if (model := models.get(call.model)) is not None:
@@ -239,15 +293,28 @@ class _Endpoints:
     # ---- models ----
 
     async def list_models(self, request: Request) -> Response:
-        self._key_limits.keys.authenticate(request.headers.get("authorization"))
-        return json_response({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
+        models = [self._model(id_) for id_ in sorted(self._cluster.models)]
+        aliases = self._aliases.of(self._cluster.models)
+        models += [{**self._model(model), "id": name, "root": model} for name, model in sorted(aliases.items())]
+        return json_response({"object": "list", "data": models})
+
+    async def list_endpoints(self, request: Request) -> Response:
+        """The endpoints that engines have, as servers made with FastAPI tell them."""
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
+        paths = self._cluster.routes.having(self._cluster.fleet.handles.values())
+        info = {"title": "llmserve", "version": "1"}
+        return json_response({"openapi": "3.1.0", "info": info, "paths": {path: {"post": {}} for path in paths}})
 
     async def retrieve_model(self, request: Request) -> Response:
-        self._key_limits.keys.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(authorization_of(request.headers))
         id_ = request.path_params["model_id"]
-        if id_ not in self._cluster.models:
+        if id_ in self._cluster.models:
+            return json_response(self._model(id_))
+        aliases = self._aliases.of(self._cluster.models)
+        if id_ not in aliases:
             raise model_not_found(id_, self._cluster.models)
-        return json_response(self._model(id_))
+        return json_response({**self._model(aliases[id_]), "id": id_, "root": aliases[id_]})
 
     def _model(self, id_: str) -> dict[str, Any]:
         model: dict[str, Any] = {"id": id_, "object": "model", "created": 0, "owned_by": "llmserve"}
@@ -276,7 +343,7 @@ class _Endpoints:
     async def wrong_method(self, request: Request) -> Response:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
         is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload"))
-        response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
+        response.headers["allow"] = "POST" if request.url.path in ENDPOINTS or is_order else "GET"
         return response
 
 
@@ -328,18 +395,18 @@ class _Answer:
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
         if self._exchange.started:  # the status is already sent
-            self._write_error(error.body(), receipt)
+            self._write_error(self._call.form.error(error), receipt)
             return
-        status, headers, body = error_parts(error)
+        status, headers, body = error_parts(error, self._exchange.endpoint)
         if receipt is not None:
             headers += receipt_headers(receipt, self._call)
         self._exchange.respond(status, headers, body)
 
     def _write_error(self, body: dict[str, Any], receipt: Receipt | None) -> None:
-        """End the stream with an error event, as vLLM does."""
+        """End the stream with an error, in the form of its endpoint."""
         if receipt is not None and self._call.receipt:
             body = {**body, "llmserve": receipt.fields}
-        self._exchange.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
+        self._exchange.write(self._call.form.last_events(body))
         self._exchange.end()
 
     def keep_alive(self, in_flight: InFlightCall, places: Places) -> None:

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from llmserve.api.answers import error_response, json_response
-from llmserve.api.bodies import BODIES, bad_request
-from llmserve.api.exchange import Exchange
 from llmserve.api.authentication import Keys
+from llmserve.api.bodies import bad_request
+from llmserve.api.endpoints import BATCH_PATHS
+from llmserve.api.exchange import Exchange
 from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
 
 if TYPE_CHECKING:
@@ -143,8 +144,10 @@ class BatchEndpoints:
             raise bad_request(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
-        if new.endpoint not in BODIES:
-            raise BadRequest(f"`endpoint`: must be one of {', '.join(BODIES)}", param="endpoint", code="invalid_value")
+        if new.endpoint not in BATCH_PATHS:
+            raise BadRequest(
+                f"`endpoint`: must be one of {', '.join(BATCH_PATHS)}", param="endpoint", code="invalid_value"
+            )
         idempotency_key = request.headers.get("idempotency-key")
         if idempotency_key is not None and not 0 < len(idempotency_key) <= IDEMPOTENCY_CHARS_MAX:
             raise BadRequest(f"Idempotency-Key: 1 to {IDEMPOTENCY_CHARS_MAX} characters", code="invalid_value")

@@ -34,7 +34,7 @@ class _Made(threading.local):
 _made = _Made()
 
 
-class _Counted(msgspec.Struct):
+class Counted(msgspec.Struct):
     """An item of a list in `field`. Raises BadRequest at the item after the last one allowed."""
 
     field: ClassVar[str] = "messages"
@@ -48,13 +48,13 @@ class _Counted(msgspec.Struct):
             raise too_many(self.field, self.most, self.plural)
 
 
-class Part(_Counted):
+class Part(Counted):
     most = PARTS_MAX
     plural = "content parts in the messages"
     text: Raw = Raw()
 
 
-class Message(_Counted):
+class Message(Counted):
     most = MESSAGES_MAX
     plural = "messages"
     role: str
@@ -68,7 +68,7 @@ class Message(_Counted):
         return " ".join([text for text in texts if text is not None])
 
 
-class Tool(_Counted):
+class Tool(Counted):
     field = "tools"
     most = TOOLS_MAX
     plural = "tools"
@@ -87,8 +87,11 @@ class Body(msgspec.Struct, kw_only=True):
 
     A Raw field is a view of the body, and empty when the field is absent. min_tokens, ignore_eos and
     truncate_prompt_tokens are extensions of vLLM, which checks them.
+    prompt_field : the field with the prompt
     """
 
+    prompt_field: ClassVar[str]
+    previous_response_id: ClassVar[str] = ""
     model: str
     stream: bool | None = None
     stream_options: Raw = Raw()
@@ -109,6 +112,11 @@ class Body(msgspec.Struct, kw_only=True):
         return most if bytes(self.ignore_eos) == b"true" else value_or_none(_LENGTH, self.min_tokens)
 
     @property
+    def output_tokens_max(self) -> int | None:
+        """The client's limit of each answer."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
     def output_tokens_certain(self) -> int:
         """Tokens that each answer has at least. vLLM cuts max_tokens to the context, but refuses such min_tokens."""
         return value_or_none(_LENGTH, self.min_tokens) or (0 if self.max_tokens == 0 else 1)
@@ -122,10 +130,16 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
+    prompt_field = "messages"
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     tools: Raw = Raw()
     response_format: Raw = Raw()
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        most = self.max_completion_tokens
+        return most if most is not None else super().output_tokens_max
 
     @property
     def tools_count(self) -> int:
@@ -142,6 +156,7 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
+    prompt_field = "prompt"
     prompt: Raw
     max_tokens: NotNegative | None = None  # 0 together with `echo` requests the prompt's own log probabilities
 
@@ -152,21 +167,17 @@ _FORMAT = msgspec.json.Decoder(ResponseFormat)
 _LENGTH: msgspec.json.Decoder[int] = msgspec.json.Decoder(Positive)
 _STRINGS = msgspec.json.Decoder(str | list[str] | None)
 OPTIONS = msgspec.json.Decoder(StreamOptions | None)
-BODIES: dict[str, msgspec.json.Decoder[ChatBody] | msgspec.json.Decoder[CompletionBody]] = {
-    "/v1/chat/completions": msgspec.json.Decoder(ChatBody),
-    "/v1/completions": msgspec.json.Decoder(CompletionBody),
-}
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_body(path: str, data: bytes) -> ChatBody | CompletionBody:
-    """Read the body of a request to this path. Raises BadRequest, naming the first wrong field."""
+def read_body(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """Read a body. Raises BadRequest, naming the first wrong field."""
     _made.counts = {}
     try:
         if not data.isascii():
             data.decode()  # what nobody reads is not decoded, but an engine would fail on it
-        return BODIES[path].decode(data)
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise bad_request(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from llmserve.errors import RequestError
 
 if TYPE_CHECKING:
     from llmserve.api.connection import Connection
+    from llmserve.api.endpoints import Endpoint
     from llmserve.api.uploads import Upload
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -22,6 +23,8 @@ NO_BODY = (204, 304)
 class Exchange:
     """One request and its answer. `headers` has lower-case names; of a name that is there twice the first value.
 
+    endpoint    of an engine, to which the request goes; None: the request is for this server
+    common_headers  lines of the head of every answer
     on_end  called once, when the answer is written or the client has gone
     on_gone called when the client has gone before the answer's end
     on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
@@ -30,8 +33,7 @@ class Exchange:
 
     __slots__ = (
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
-        "on_silence",
-        "upload",
+        *("on_silence", "endpoint", "common_headers", "upload"),
         *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
     )
 
@@ -47,6 +49,8 @@ class Exchange:
         self.on_end: Callable[[], None] | None = None
         self.on_gone: Callable[[], None] | None = None
         self.on_silence: Callable[[], None] | None = None
+        self.endpoint: Endpoint | None = None
+        self.common_headers = b""
         self.key = ""  # name of the client's API key
         self.upload: Upload | None = None
         self.started = False  # the head of the answer was given
@@ -91,6 +95,8 @@ class Exchange:
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         for name, value in headers:
             lines += (name, b": ", value.translate(None, CONTROL), b"\r\n")
+        if self.common_headers:
+            lines.append(self.common_headers)
         lines += (b"date: ", self._connection.server.date, b"\r\n")
         if length is not None:
             lines.append(b"content-length: %d\r\n" % length)
@@ -133,7 +139,7 @@ class Exchange:
     def refuse(self, error: RequestError) -> None:
         """Answer with the error. Without effect on an answer that has begun."""
         if not self.started:
-            self.respond(*error_parts(error))
+            self.respond(*error_parts(error, self.endpoint))
 
     def gone(self) -> None:
         """Note that the client has gone."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from llmserve.api.limits import Account, KeyCharge, KeyLimits
 from llmserve.api.parse import CallParser
 from llmserve.api.shares import LEVEL_MOST, LEVEL_WEIGHT
+from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
@@ -50,6 +51,8 @@ class LineDoor:
         call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
         call = self._as_line(call, account, within_s)
         self._check_served(call)
+        if call.form is not COMPLETION:
+            call = self._cluster.routes.routed(call)
         in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
         return partial(self._cluster.cancel, in_flight)
 
@@ -86,10 +89,8 @@ class _LineCharge(KeyCharge):
     def _check(self, tokens: float, money: float) -> None:
         self._account.check_budgets(self.model, tokens, money)
 
-    def _take(self, tokens: float, money: float) -> None:
-        for budget in self._account.budgets:
-            amount = tokens if budget.unit == "tokens" else money
-            self._budgets.append((budget, budget.reserve(amount), amount))
+    def _take(self, tokens: float) -> None:
+        """Nothing by the minute."""
 
 
 class _LineAnswer:

@@ -5,129 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
-import numpy as np
 from msgspec import Raw
 
-from llmserve.api.bodies import (
-    OPTIONS,
-    PROMPTS_MAX,
-    Body,
-    ChatBody,
-    CompletionBody,
-    StreamOptions,
-    read_body,
-    strings_of,
-    too_many,
-    value_of,
-)
+from llmserve.api.bodies import OPTIONS, PROMPTS_MAX, Body, StreamOptions, read_body, value_of
+from llmserve.api.endpoints import ENDPOINTS, AnswerBody, Answers, Endpoint, FormFile, PromptFields
+from llmserve.api.form_data import read_form
+from llmserve.api.prompts import ReadPrompt
+from llmserve.api.raw_views import place_of
 from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
-FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by these headers
 FORWARDED_CHARS_MAX = 256
-OPENING_CHARS = 8192
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
+SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
 THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
-
-# ---- prompts -------------------------------------------------------------------------------------------------------
-
-
-class ReadPrompt(msgspec.Struct):
-    """What a Call has of the prompt.
-
-    prompt   input of the length predictor
-    opening  its first OPENING_CHARS, in the order of the engine's template, to compare prefixes
-    chars    characters of all its texts; ids : number of its token ids; prompts : each has its own answers
-    """
-
-    prompt: Prompt
-    opening: str
-    chars: int
-    ids: int = 0
-    prompts: int = 1
-
-
-def _read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
-    """The predictor gets the last user turn, the system prompt, and the length of all other turns in characters."""
-    texts = [message.text for message in body.messages]
-    roles = [message.role for message in body.messages]
-    question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
-    text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
-    chars = sum(map(len, texts))
-    tools = body.tools_count
-    prompt = Prompt(
-        text,
-        body.model,
-        system,
-        chars - len(text) - len(system),
-        stops,
-        tools=tools,
-        format=body.format,
-        output_tokens_max=output_tokens_max,
-    )
-    lines = [bytes(memoryview(body.tools)[:OPENING_CHARS]).decode(errors="replace")] if tools else []
-    for role, content in zip(roles, texts, strict=True):
-        lines += (role, content)
-    return ReadPrompt(prompt, _first_characters(lines), chars)
-
-
-def _last(roles: list[str], role: str) -> int:
-    """The place of the last message of this role; -1 without one."""
-    return len(roles) - 1 - roles[::-1].index(role) if role in roles else -1
-
-
-def _read_completion(body: CompletionBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
-    data = bytes(body.prompt)
-    if b'"' in data:
-        value = strings_of("prompt", body.prompt, PROMPTS_MAX, "prompts")
-        texts = [value] if isinstance(value, str) else value or []
-        text, opening, ids, prompts = " ".join(texts), _first_characters(texts), 0, max(1, len(texts))
-    else:
-        ids, prompts, opening = _token_ids(data)
-        text = ""
-    prompt = Prompt(text, body.model, stop=stops, output_tokens_max=output_tokens_max)
-    return ReadPrompt(prompt, opening, len(text), ids, prompts)
-
-
-def _token_ids(prompt: bytes) -> tuple[int, int, str]:
-    """(token ids, prompts, opening in decimal digits) of a list of integers, or of a list of such lists.
-
-    The prompt is valid JSON without a string. So with digits, signs and commas removed, exactly its brackets remain;
-    between two inner lists stands a comma only. Raises BadRequest for anything else.
-    """
-    compact = prompt.translate(None, b" \t\r\n")
-    brackets = compact.translate(None, b"0123456789-,")
-    prompts = len(brackets) // 2 - 1
-    flat = brackets == b"[]"
-    nested = prompts > 0 and brackets == b"[" + prompts * b"[]" + b"]" and compact.count(b"],[") == prompts - 1
-    if not flat and not (nested and compact.startswith(b"[[") and compact.endswith(b"]]")):
-        message = "expected text, a list of texts, a list of token ids, or a list of lists of token ids"
-        raise BadRequest(f"`prompt`: {message}", param="prompt", code="invalid_value")
-    if prompts > PROMPTS_MAX:
-        raise too_many("prompt", PROMPTS_MAX, "prompts")
-    ids = compact.count(b",") + 1 - compact.count(b"[]")
-    opening = compact[: 2 * OPENING_CHARS].translate(None, b"[]").replace(b",", b"\n")[:OPENING_CHARS]
-    return ids, 1 if flat else prompts, opening.decode()
-
-
-def _first_characters(parts: Iterable[str]) -> str:
-    """Join the parts with newlines and return the first OPENING_CHARS. Reads no more parts than necessary."""
-    lines: list[str] = []
-    remaining = OPENING_CHARS
-    for part in parts:
-        if remaining <= 0:
-            break
-        lines.append(part[:remaining])
-        remaining -= len(part) + 1
-    return "\n".join(lines)
-
 
 # ---- the call ------------------------------------------------------------------------------------------------------
 
@@ -166,23 +64,51 @@ def parse_call(
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
     """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
-    body = read_body(path, data)
-    output_tokens_max = _output_tokens_max(body)
-    read = _read(body, output_tokens_max)
-    if read.chars > prompt_chars_max:
-        raise _too_long(body, read.chars, "characters", prompt_chars_max)
-    if read.ids > prompt_chars_max:  # a token has one character at least
-        raise _too_long(body, read.ids, "token ids", prompt_chars_max)
+    endpoint = ENDPOINTS[path]
+    reads = endpoint.reads
+    if isinstance(reads, Answers):
+        return _answers_call(endpoint, reads, data, headers, prompt_chars_max, choices_max)
+    read = _read_form(reads, data, headers) if isinstance(reads, FormFile) else _read_fields(reads, data)
+    _check_length(reads.field, read.prompt, prompt_chars_max)
+    return Call(
+        path=path,
+        body=data,
+        prompt=read.prompt.prompt,
+        stream=read.stream,
+        choices=0,
+        slo_s=_slo_s(headers),
+        opening=read.prompt.opening,
+        prompt_ids=read.prompt.ids,
+        headers=_forwarded(headers, endpoint.headers),
+        stream_name=_stream_name(headers.get(STREAM_HEADER)),
+        form=endpoint.form,
+        content_type=read.content_type,
+    )
+
+
+def _answers_call(
+    endpoint: Endpoint,
+    reads: Answers,
+    data: bytes,
+    headers: Mapping[str, str],
+    prompt_chars_max: int,
+    choices_max: int,
+) -> Call:
+    body = read_body(reads.decoder, data)
+    output_tokens_max = body.output_tokens_max
+    read = reads.read(body, body.stops(), output_tokens_max)
+    _check_length(body.prompt_field, read, prompt_chars_max)
     choices, ids, least = (body.n or 1) * read.prompts, read.ids, body.output_tokens_certain
     if choices > choices_max:
         raise _too_many_choices(body, read, choices_max)
     if body.truncate_prompt_tokens:
         ids = 0
-    stream = bool(body.stream)
-    options = _options(body, stream=stream)
-    usage_added = stream and not (options is not None and options.include_usage)
+    stream, usage_added = bool(body.stream), False
+    if isinstance(body, Body):
+        options = _options(body, stream=stream)
+        usage_added = stream and not (options is not None and options.include_usage)
     return Call(
-        path=path,
+        path=endpoint.path,
         body=_with_usage(data, body.stream_options) if usage_added else data,
         prompt=read.prompt,
         stream=stream,
@@ -190,43 +116,79 @@ def parse_call(
         choices=choices,
         output_tokens_max=output_tokens_max,
         output_tokens_min=body.output_tokens_min(output_tokens_max),
-        slo_s=_positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3),
+        slo_s=_slo_s(headers),
         predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
         opening=read.opening,
         prompt_ids=read.ids,
         tokens_min=ids + choices * least,
         context_min=math.ceil(ids / read.prompts) + least,
-        headers=_forwarded(headers),
+        headers=_forwarded(headers, endpoint.headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
         tier=body.service_tier or "",
         priority=body.priority or 0,
         receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
+        form=endpoint.form,
+        previous=body.previous_response_id or "",
     )
 
 
-def _output_tokens_max(body: ChatBody | CompletionBody) -> int | None:
-    """The client's limit of each answer, in tokens."""
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        return body.max_completion_tokens
-    return None if body.max_tokens is None else max(1, body.max_tokens)
+def _slo_s(headers: Mapping[str, str]) -> float | None:
+    return _positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3)
 
 
-def _read(body: ChatBody | CompletionBody, output_tokens_max: int | None) -> ReadPrompt:
-    stops = body.stops()
-    if isinstance(body, ChatBody):
-        return _read_chat(body, stops, output_tokens_max)
-    return _read_completion(body, stops, output_tokens_max)
+# ---- prompts without an answer -------------------------------------------------------------------------------------
 
 
-def _too_long(body: ChatBody | CompletionBody, count: int, unit: str, most: int) -> BadRequest:
+class _Read(msgspec.Struct):
+    """content_type : of the body; "" for JSON"""
+
+    prompt: ReadPrompt
+    stream: bool = False
+    content_type: str = ""
+
+
+def _read_fields(reads: PromptFields, data: bytes) -> _Read:
+    """Read how long the prompt is: of text the characters of its JSON, else the number of its token ids."""
+    body = read_body(reads.decoder, data)
+    chars, ids, opening = 0, 0, ""
+    for field in reads.fields:
+        value = bytes(getattr(body, field))
+        if b'"' in value:
+            chars += len(value)
+            opening = opening or value[:SENDER_CHARACTERS].decode(errors="replace")
+        elif value:
+            ids += value.count(b",") + 1
+    return _Read(ReadPrompt(Prompt("", body.model or "", history_characters=chars), opening, chars, ids))
+
+
+def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Read:
+    content_type = headers.get("content-type", "")
+    form = read_form(data, content_type)
+    file = form.places.get(reads.field)
+    if file is None:
+        raise BadRequest(f"`{reads.field}` is required", param=reads.field, code="missing_required_parameter")
+    ids = -(-(file.stop - file.start) // reads.bytes_per_token)
+    prompt = ReadPrompt(Prompt("", form.text("model")), f"{file.stop - file.start}", 0, ids)
+    return _Read(prompt, form.text("stream").lower() in ("true", "1"), content_type)
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def _check_length(field: str, read: ReadPrompt, most: int) -> None:
+    if read.chars > most:
+        raise _too_long(field, read.chars, "characters", most)
+    if read.ids > most:  # a token has one character at least
+        raise _too_long(field, read.ids, "token ids", most)
+
+
+def _too_long(field: str, count: int, unit: str, most: int) -> BadRequest:
     return BadRequest(
-        f"the prompt has {count:,} {unit}; at most {most:,} are allowed",
-        param="messages" if isinstance(body, ChatBody) else "prompt",
-        code="context_length_exceeded",
+        f"the prompt has {count:,} {unit}; at most {most:,} are allowed", param=field, code="context_length_exceeded"
     )
 
 
-def _too_many_choices(body: Body, read: ReadPrompt, most: int) -> BadRequest:
+def _too_many_choices(body: AnswerBody, read: ReadPrompt, most: int) -> BadRequest:
     n = body.n or 1
     param = "n" if n > 1 else "prompt"
     return BadRequest(
@@ -261,14 +223,8 @@ def _with_usage(data: bytes, options: Raw) -> bytes:
         return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
     changed = {**(json.loads(bytes(options)) or {}), "include_usage": True}
     changed.pop("continuous_usage_stats", None)
-    start = _address(options) - _address(data)
-    return data[:start] + json.dumps(changed).encode() + data[start + len(memoryview(options)) :]
-
-
-def _address(view: bytes | Raw) -> int:
-    """Where the bytes lie in memory."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    place = place_of(options, data)
+    return data[: place.start] + json.dumps(changed).encode() + data[place.stop :]
 
 
 def _stream_name(text: str | None) -> str:
@@ -289,9 +245,9 @@ def _flag(header: str, text: str | None) -> bool:
     return text == "true"
 
 
-def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _forwarded(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Return the client's headers that are sent to the engine. Too long or unprintable headers are dropped."""
-    return tuple([(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) and _is_plain(value)])
+    return tuple([(name, value) for name in names if (value := headers.get(name)) and _is_plain(value)])
 
 
 def _is_plain(value: str) -> bool:

@@ -14,6 +14,8 @@ from llmserve.engines.engine import ServedModel
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
+PROMPT_TOKENS = 1.0
+"""What a request without an answer counts as in an order by lengths: an engine reads a prompt in a step."""
 Taught = Literal["nothing", "templates", "words"]
 """What an answer teaches, to save time: nothing, its templates, or its templates and its words."""
 
@@ -84,7 +86,10 @@ class AnswerLengths:
         (None, ()) without a prediction. A client's own prediction is a median without lengths. None: the trained
         predictor has to be asked, by `predict`.
         """
-        call, most = in_flight.call, _most(in_flight.call, model)
+        call = in_flight.call
+        if not call.choices:
+            return PROMPT_TOKENS, ()
+        most = _most(call, model)
         if call.predicted_tokens is not None:
             self.sources["client"] += 1
             return min(call.predicted_tokens, math.inf if most is None else most), ()

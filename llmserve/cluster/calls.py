@@ -13,12 +13,13 @@ from typing import Protocol
 
 import msgspec
 
+from llmserve.cluster.answer_forms import COMPLETION, StreamReader
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
-from llmserve.engines.event_stream import Usage, UsageFilter, usage_of, was_cut
-from llmserve.errors import EngineFailed, Unavailable
+from llmserve.engines.event_stream import Usage
+from llmserve.errors import EngineFailed, RequestError, Unavailable
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -31,11 +32,19 @@ class Suspect(Protocol):
     async def __call__(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None: ...
 
 
+class NoEndpoint(Protocol):
+    """Says what the client is told when an engine answers this status and body; None: the engine's own answer."""
+
+    def __call__(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None: ...
+
+
 class RunningCalls:
     """Starts, stops and abandons calls on engines.
 
     suspect        called with an engine that failed a request
     prompt_tokens  learns from engines' counts of prompt tokens
+    no_endpoint    judges an engine's 404 and 405
+    on_named       called when an answer has got an id, by which clients may ask for it again
     on_began       called when a client gets the first byte of its answer
     on_ended       called with how a call ended on its engine, unless the call was abandoned
     """
@@ -45,11 +54,13 @@ class RunningCalls:
         *,
         suspect: Suspect,
         prompt_tokens: PromptTokensByModel,
+        no_endpoint: NoEndpoint,
+        on_named: Callable[[InFlightCall, str], None],
         on_began: Callable[[InFlightCall], None],
         on_ended: Callable[[InFlightCall, RequestEnded], None],
     ) -> None:
         self.suspect = suspect
-        self.on_began = on_began
+        self.no_endpoint, self.on_named, self.on_began = no_endpoint, on_named, on_began
         self._prompt_tokens = prompt_tokens
         self._on_ended = on_ended
         self._closed = False
@@ -61,7 +72,7 @@ class RunningCalls:
             batch=batch.id,
             engine=handle.name,
             queue_ms=(now_s - in_flight.arrived_at_s) * 1e3,
-            predicted_tokens=in_flight.request.predicted_tokens,
+            predicted_tokens=in_flight.request.predicted_tokens if in_flight.call.choices else None,
         )
         in_flight.stopping = False
         if in_flight.charge is not None:
@@ -106,21 +117,26 @@ class RunningCalls:
         self._on_ended(in_flight, ended)
 
     def learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """Learn from the engine's count of prompt tokens. Prompts of token ids have no characters to count."""
-        if tokens and call.prompt.text:
+        """Learn from the engine's count of prompt tokens.
+
+        Prompts of token ids have no characters to count, and of a prompt that goes on from an earlier response only
+        the end is here.
+        """
+        if tokens and call.prompt.text and not call.previous:
             self._prompt_tokens.observe(call, tokens)
 
 
 class Forwarding:
     """Forwards one answer of an engine to the client, from the request to the end."""
 
-    __slots__ = ("_answer", "_calls", "_ended", "_waiting", "handle", "in_flight")
+    __slots__ = ("_answer", "_calls", "_ended", "_form", "_named", "_waiting", "handle", "in_flight")
 
     def __init__(self, calls: RunningCalls, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> None:
         self.handle = handle
         self.in_flight = in_flight
         self._calls = calls
-        self._ended = False
+        self._form = in_flight.call.form or COMPLETION
+        self._ended = self._named = False
         self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
         in_flight.usage = None
         self._answer: Answer = handle.engine.ask(in_flight.call, batch, self._advance)
@@ -170,23 +186,38 @@ class Forwarding:
             in_flight.refused = self._head(body)
             return RequestEnded(*self._request, "failed", fault=True, retryable=True)
         elif answer.status >= 400:
-            self._begin(body)
+            self._refuse(body)
             return RequestEnded(*self._request, "failed")
         else:
             tokens = self._whole(body)
         if tokens is None:
             return None
-        return RequestEnded(*self._request, "completed", tokens / in_flight.call.choices)
+        choices = in_flight.call.choices
+        return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
 
     def _whole(self, body: bytes) -> int:
         """Forward an answer that is not streamed; return its output tokens."""
-        in_flight, usage = self.in_flight, usage_of(body)
-        if usage is None:
-            raise EngineError(f"engine {self.handle.name} answered with {len(body):,} bytes that are no completion")
+        in_flight, form = self.in_flight, self._form
+        answer = form.whole(body)
+        if answer is None:
+            raise EngineError(f"engine {self.handle.name} answered with {len(body):,} bytes that are no {form.name}")
+        usage = answer.usage
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
-        in_flight.counts, in_flight.cut = usage, was_cut(body)
+        in_flight.counts, in_flight.cut = usage, answer.cut
+        if answer.response_id:
+            self._calls.on_named(in_flight, answer.response_id)
         self._begin(body)
         return usage.completion_tokens or 0
+
+    def _refuse(self, body: bytes) -> None:
+        """Give the client the engine's refusal, or say what the engine lacks."""
+        answer, in_flight, error = self._answer, self.in_flight, None
+        if answer.status in (404, 405):
+            error = self._calls.no_endpoint(self.handle, in_flight.call, answer.status, body)
+        if error is not None:
+            in_flight.fail(error)
+        else:
+            self._begin(body)
 
     def _stream(self, answer: Answer) -> int | None:
         """Forward what has arrived of a stream; at its end return its output tokens.
@@ -198,6 +229,9 @@ class Forwarding:
         try:
             while data := answer.take():
                 if forwarded := usage.feed(data):
+                    if usage.response_id and not self._named:
+                        self._named = True
+                        self._calls.on_named(in_flight, usage.response_id)
                     if not in_flight.answered:
                         self._begin(None)
                     in_flight.feed(forwarded)
@@ -207,7 +241,7 @@ class Forwarding:
             if not answer.complete:
                 return None
             if not usage.ended:
-                raise EngineError(f"engine {self.handle.name} ended its stream without a finish_reason or [DONE]")
+                raise EngineError(f"engine {self.handle.name} ended its stream in mid-{self._form.name}")
         except EngineError:
             if in_flight.answered and (withheld := usage.release()):
                 in_flight.feed(withheld)
@@ -221,14 +255,14 @@ class Forwarding:
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
         return usage.output_tokens
 
-    def _usage(self, answer: Answer) -> UsageFilter:
+    def _usage(self, answer: Answer) -> StreamReader:
         """Count the tokens of the stream from now on."""
         if answer.content_type.startswith("text/html"):
             raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
         in_flight = self.in_flight
         call, receipt = in_flight.call, in_flight.receipt
         field = msgspec.json.encode(receipt.fields) if call.receipt and receipt is not None else b""
-        in_flight.usage = UsageFilter(strip=call.usage_added, choices=call.choices, receipt=field)
+        in_flight.usage = self._form.stream(call, field)
         return in_flight.usage
 
     async def _until_writable(self) -> None:
@@ -286,12 +320,12 @@ class Forwarding:
             in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
             return RequestEnded(*self._request, "cancelled", no_socket=True)
         log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
-        await self._calls.suspect(handle, in_flight.request.model, unreachable=error.unreachable)
+        await self._calls.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
         failure = EngineFailed(str(error), code=error.code)
         if in_flight.answered:
             in_flight.fail(failure)
         elif error.code is not None:
             assert in_flight.receipt is not None
-            body = msgspec.json.encode(failure.body())
+            body = msgspec.json.encode(self._form.error(failure))
             in_flight.refused = Head(failure.status, "application/json", None, in_flight.receipt, body)
         return RequestEnded(*self._request, "failed", fault=True, retryable=not in_flight.answered)

@@ -46,7 +46,7 @@ class Charges:
         """
         charge, request = in_flight.charge, in_flight.request
         assert charge is not None, "a call without limits reserves nothing"
-        answer = most_tokens(request, in_flight.call, self._service(request.model).tokens_mean)
+        answer = most_tokens(request, in_flight.call, self._service(in_flight.call.model).tokens_mean)
         try:
             reserving = charge.reserve(in_flight, request.prompt_tokens, request.choices * answer)
         except RequestError as error:
@@ -76,7 +76,7 @@ class Charges:
         """Give back what an ended call has not used."""
         charge, in_flight.charge = in_flight.charge, None
         if charge is not None:
-            service = self._service(in_flight.request.model)
+            service = self._service(in_flight.call.model)
             charge.settle(in_flight, *used_tokens(in_flight, service, self._now_s()))
 
     def _service(self, model: str) -> ServiceTime:

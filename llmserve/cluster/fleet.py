@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,8 @@ import msgspec
 from bins.profile import Profile
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.known_models import KnownModels, Listed
-from llmserve.engines.engine import Engine, EngineError, Health
+from llmserve.cluster.lanes import Lane, Lanes
+from llmserve.engines.engine import Endpoints, Engine, EngineError, Health
 from llmserve.errors import EngineStartError
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineReady, Event
@@ -49,6 +51,7 @@ class EngineHandle:
     seen     the engine was ever up
     drained  the operator wants no new requests on the engine
     models   served models that the engine listed when it was last up, by id
+    endpoints  that it had when it was last up
     running  calls that the engine serves, by request id
     """
 
@@ -58,6 +61,7 @@ class EngineHandle:
         self.up = self.seen = False
         self.drained = False
         self.models: Listed = {}
+        self.endpoints = Endpoints()
         self.running: dict[int, InFlightCall] = {}
         self.empty = asyncio.Event()
         self.empty.set()
@@ -133,6 +137,7 @@ class Fleet:
     ) -> None:
         self.handles = {engine.info.name: EngineHandle(engine) for engine in engines}
         self._known_models = KnownModels()
+        self._lanes = Lanes()
         self._config = config
         self._profiles = profiles
         self._notify = notify
@@ -144,6 +149,46 @@ class Fleet:
         """Known models, by id."""
         return self._known_models.by_id
 
+    @property
+    def queues(self) -> Iterator[str]:
+        """Names of all queues of the scheduler that may be used: of known models, and of their lanes."""
+        return chain(self.models, self._lanes.names)
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return len(self._lanes.names)
+
+    def serving(self, model: str) -> list[EngineHandle]:
+        """The engines that serve the model, or did when they were last up."""
+        return [handle for handle in self.handles.values() if model in handle.models]
+
+    def is_up(self, model: str) -> bool:
+        """Whether an engine of the model takes new requests."""
+        return any(handle.ready for handle in self.serving(model))
+
+    def open_lane(self, lane: Lane) -> None:
+        """Let the engines that can serve the lane's calls list it."""
+        if self._lanes.add(lane):
+            for handle in self.handles.values():
+                self._list_lanes(handle)
+
+    def lacks(self, handle: EngineHandle, path: str) -> None:
+        """Note that an engine that does not list its endpoints has refused one."""
+        handle.endpoints.refuse(path)
+        self._list_lanes(handle)
+
+    def _list_lanes(self, handle: EngineHandle) -> None:
+        names = self._names(handle)
+        if handle.up and names != handle.info.models:
+            handle.info = msgspec.structs.replace(handle.info, models=names)
+            if handle.ready:
+                self._open(handle)
+
+    def _names(self, handle: EngineHandle) -> tuple[str, ...]:
+        """What an engine lists for the scheduler: its models, and the lanes that it serves."""
+        return (*handle.models, *self._lanes.on(handle.name, handle.models, handle.endpoints))
+
     def may_come(self, model: str) -> bool:
         """Whether an engine whose models are not known yet may serve this one."""
         return self._is_served(model) and not all(handle.seen for handle in self.handles.values())
@@ -154,7 +199,7 @@ class Fleet:
 
     def infos_of(self, model: str) -> Iterator[EngineInfo]:
         """The engines that serve the model, or did when they were last up."""
-        return (handle.info for handle in self.handles.values() if model in handle.models)
+        return (handle.info for handle in self.serving(model))
 
     def start(self) -> None:
         """Begin to watch the engines. An engine gets requests from its first successful probe on."""
@@ -238,6 +283,7 @@ class Fleet:
         self._lose(handle)
         self._known_models.change(handle.models, {})
         del self.handles[handle.name]
+        self._lanes.keep(self.models, self.handles)
         log.info("engine %s is removed", handle.name)
         await handle.engine.close()
 
@@ -303,7 +349,10 @@ class Fleet:
         if came_up or models != handle.models:
             self._known_models.change(handle.models, models)
             handle.models = models
+            self._lanes.keep(self.models, self.handles)
             _log_models(handle, health, came_up=came_up)
+        if came_up or health.paths != handle.endpoints.told:
+            handle.endpoints = Endpoints(health.paths)
         if came_up:
             handle.drained = handle.removal is not None  # it was down: the operator's work on it is done
         info = self._info(handle, health, came_up=came_up)
@@ -321,7 +370,7 @@ class Fleet:
             handle.engine.info,
             slots=slots,
             tokens_max=health.tokens_max if self._config.memory_bound else None,
-            models=tuple(handle.models),
+            models=self._names(handle),
             speeds={
                 model: profile.step_times(slots)
                 for model, profile in self._profiles.items()

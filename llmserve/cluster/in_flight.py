@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from llmserve.engines.event_stream import Usage, UsageFilter
+from llmserve.engines.event_stream import Usage
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
 
 if TYPE_CHECKING:
+    from llmserve.cluster.answer_forms import StreamReader
     from llmserve.cluster.calls import Forwarding
 
 
@@ -97,7 +98,7 @@ class InFlightCall:
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
         self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
-        self.usage: UsageFilter | None = None  # counts the tokens of a stream
+        self.usage: StreamReader | None = None  # counts the tokens of a stream
         self.counts: Usage | None = None  # the engine's counts of the whole answer
         self.charge = charge  # None: the call uses no limits, or has been settled
         self.cut = False  # the answer ran into a limit

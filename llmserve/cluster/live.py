@@ -30,6 +30,7 @@ from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
+from llmserve.cluster.routes import Routes
 from llmserve.cluster.solving import Solving
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
@@ -97,8 +98,14 @@ class LiveCluster:
             engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
         )
         self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
+        self.routes = Routes(self.fleet)
         self._calls = RunningCalls(
-            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
+            suspect=self.fleet.suspect,
+            prompt_tokens=self._prompt_tokens,
+            no_endpoint=self.routes.no_endpoint,
+            on_named=self.routes.note,
+            on_began=self._began,
+            on_ended=self._ended,
         )
         self._charges = Charges(lambda: scheduler.models, self.now_s)
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
@@ -141,7 +148,7 @@ class LiveCluster:
 
     def remaining_s_of(self, model: str) -> list[float]:
         """`remaining_s` of the calls on the engines of a model."""
-        handles = [handle for handle in self.fleet.handles.values() if model in handle.models]
+        handles = [handle for handle in self.fleet.handles.values() if model in handle.info.models]
         return self.remaining_s(call for handle in handles for call in handle.running.values())
 
     def now_s(self) -> float:
@@ -193,7 +200,7 @@ class LiveCluster:
             round(self._prompt_tokens.estimate(call), 1),
             call.choices,
             prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 or call.share else (),
-            call.model,
+            call.lane or call.model,
             call.stream_name,
             sender_hash(call, self._secret),
             call.share,
@@ -281,8 +288,11 @@ class LiveCluster:
                 if retry_after_s is None:  # how fast answers end is not known yet
                     retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
             error = _error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
-            missing = action.reason == "model_not_found"
-            in_flight.fail(model_not_found(in_flight.request.model, self.models) if missing else error)
+            if action.reason == "model_not_found":
+                call = in_flight.call
+                known = call.model in self.models  # the queue that no engine lists was a lane
+                error = self.routes.missing(call) if known else model_not_found(call.model, self.models)
+            in_flight.fail(error)
         self._forget(in_flight)
 
     def _forget(self, in_flight: InFlightCall) -> None:
@@ -309,7 +319,7 @@ class LiveCluster:
 
     def _forecast_again(self, request_id: int) -> Forecast | None:
         in_flight = self._in_flight[request_id]
-        return self.lengths.revise(in_flight, self.models.get(in_flight.request.model))
+        return self.lengths.revise(in_flight, self.models.get(in_flight.call.model))
 
     def _lose(self, handle: EngineHandle) -> None:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""

@@ -29,7 +29,7 @@ def remaining_s(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
 def generated_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> float:
     """Tokens of each answer of a running call so far: those that have streamed, or by the time."""
     if in_flight.call.stream:
-        return in_flight.streamed_tokens / in_flight.request.choices
+        return in_flight.streamed_tokens / in_flight.request.sequences
     return _ran_s(in_flight, now_s) / service.seconds_per_token
 
 

@@ -28,6 +28,24 @@ class EngineError(Exception):
         self.code = code
 
 
+class Endpoints:
+    """The paths of an engine's endpoints.
+
+    told : as the engine lists them; None: it lists none, so that it may have each one that it has not refused
+    """
+
+    def __init__(self, told: frozenset[str] | None = None) -> None:
+        self.told = told
+        self._refused: set[str] = set()
+
+    def __contains__(self, path: str) -> bool:
+        return path not in self._refused if self.told is None else path in self.told
+
+    def refuse(self, path: str) -> None:
+        """Note that the engine has no such path, although it does not list its paths."""
+        self._refused.add(path)
+
+
 class ServedModel(msgspec.Struct, frozen=True):
     """A model in an engine's list; context_tokens is vLLM's max_model_len, or None if the engine omits it."""
 
@@ -42,12 +60,22 @@ class Health:
     slots        requests that the engine runs at once, if learned from the engine; else None
     tokens_max   capacity of the engine's KV cache in tokens; None if unknown
     slots_found  the engine has no more slots than `slots`, according to the probes so far
+    paths        of the engine's endpoints; None: not listed
     """
 
     models: tuple[ServedModel, ...]
     slots: int | None = None
     tokens_max: int | None = None
     slots_found: bool = True
+    paths: frozenset[str] | None = None
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """An engine's whole answer to a request that was passed on."""
+
+    status: int
+    content_type: str
+    body: bytes
 
 
 class Answer(Protocol):
@@ -100,6 +128,10 @@ class Engine(Protocol):
 
         on_change : called from the event loop whenever more of the answer is there, or nothing more will come
         """
+        ...
+
+    async def pass_on(self, method: str, path: str, body: bytes | None) -> Passed:
+        """Send a small request that is no work for the engine, and read its answer. Raises EngineError."""
         ...
 
     async def probe(self) -> Health:

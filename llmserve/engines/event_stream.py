@@ -92,6 +92,8 @@ class UsageFilter:
     event was too large to wait for its rest, so that nothing may be written between the pieces that pass.
     """
 
+    response_id = ""  # clients ask for no completion again
+
     def __init__(self, *, strip: bool, choices: int = 1, receipt: bytes = b"") -> None:
         self._strip = strip
         self._receipt = receipt
@@ -127,8 +129,7 @@ class UsageFilter:
         data = self._partial + chunk if self._partial else chunk
         self._partial = b""
         if not data.endswith((b"\n\n", b"\n\r\n")):
-            cut = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
-            cut = 0 if cut < 3 else cut
+            cut = events_end(data)
             if len(data) - cut <= PARTIAL_BYTES_MAX:
                 data, self._partial = data[:cut], data[cut:]
             else:
@@ -185,7 +186,7 @@ class UsageFilter:
         if b'"usage"' not in event:
             return False
         try:
-            answer = msgspec.json.decode(_data(event), type=_Answer)
+            answer = msgspec.json.decode(data_of(event), type=_Answer)
         except msgspec.MsgspecError:
             return False
         if answer.usage is None:
@@ -202,7 +203,7 @@ def _finished_by(event: bytes, choices: int) -> set[int]:
     if choices == 1:
         return {0}
     try:
-        answer = msgspec.json.decode(_data(event), type=_Choices)
+        answer = msgspec.json.decode(data_of(event), type=_Choices)
     except msgspec.MsgspecError:
         return set()
     return {choice.index for choice in answer.choices if choice.finish_reason is not None}
@@ -212,7 +213,7 @@ def _signed(event: bytes, usage: bytes) -> bytes:
     """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
     if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event:
         return event
-    fingerprint = bytes(msgspec.json.decode(_data(usage), type=_Signed).system_fingerprint)
+    fingerprint = bytes(msgspec.json.decode(data_of(usage), type=_Signed).system_fingerprint)
     if not fingerprint.startswith(b'"'):
         return event
     return _with_field(event, b"system_fingerprint", fingerprint)
@@ -224,5 +225,12 @@ def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
     return event if end < 0 else b'%b,"%b":%b%b' % (event[:end], name, value, event[end:])
 
 
-def _data(event: bytes) -> bytes:
+def events_end(data: bytes) -> int:
+    """Where the last whole event ends; 0 without one."""
+    end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
+    return 0 if end < 3 else end
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event, without its other lines."""
     return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))

@@ -19,7 +19,7 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,7 +30,8 @@ from aiohttp import web
 
 from bins.profile import batch_s
 from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
-from llmserve.engines.fake_answer import FakeAnswer, events, whole_body, whole_stream
+from llmserve.engines.fake_answer import GENERATING, PATHS, RESPONSES, FakeAnswer, events, whole_body, whole_stream
+from llmserve.engines.fake_body import FakeBody
 
 FaultMode = Literal["ok", "hang", "500", "close_mid_stream", "slow"]
 
@@ -62,22 +63,6 @@ class FakePace:
     row_s: float = 0.0
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-
-
-class _Body(msgspec.Struct):
-    """The fields of a request that an engine without a model reads."""
-
-    model: str | None = None
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stream: bool | None = False
-    stream_options: _StreamOptions | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Start:
     """The time at which a request began to run, and the size of its batch; 0 rows: in a slot."""
@@ -99,7 +84,8 @@ class FakeEngine:
 
     running, waiting : requests now.  running_max : largest `running` so far.  bodies : the last request bodies.
     others : further models besides `model`, each with its pace.  row_s without barrier raises ValueError.
-    api_key : needed below /v1, as vLLM's.
+    api_key : needed below /v1, as vLLM's.  endpoints : paths, which /openapi.json lists; None: all, and no such list.
+    responses : ids of those that the engine keeps.
     """
 
     def __init__(
@@ -119,6 +105,7 @@ class FakeEngine:
         tokens_max: int | None = None,
         context_tokens: int = 1 << 20,
         api_key: str | None = None,
+        endpoints: Collection[str] | None = None,
     ) -> None:
         self.model = model
         self.running = 0
@@ -126,6 +113,8 @@ class FakeEngine:
         self.waiting = 0
         self.bodies: deque[bytes] = deque(maxlen=256)
         self.fault = Fault()
+        self.responses: set[str] = set()
+        self._endpoints = endpoints
         self._slots_count = slots
         self._slots = asyncio.Semaphore(slots)
         self._barrier = barrier
@@ -144,9 +133,10 @@ class FakeEngine:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("POST", "/fault"): self._set_fault,
-            ("POST", "/v1/completions"): self._complete,
-            ("POST", "/v1/chat/completions"): self._complete,
+            **{("POST", path): self._complete for path in (PATHS if endpoints is None else endpoints)},
         }
+        if endpoints is not None:
+            self._routes["GET", "/openapi.json"] = self._list_endpoints
 
     async def __aenter__(self) -> FakeEngine:
         # A bare web.Server is nearly twice as fast as an application with router and middlewares.
@@ -176,6 +166,8 @@ class FakeEngine:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = self._routes.get((request.method, request.path))
+        if handler is None and request.path.startswith(f"{RESPONSES}/"):
+            handler = self._kept_response
         if handler is None:
             return _Refused(404, f"no such path: {request.path}").response()
         is_open = self._authorization is None or not request.path.startswith("/v1/")
@@ -194,6 +186,17 @@ class FakeEngine:
     async def _models(self, request: web.BaseRequest) -> web.Response:
         common = {"object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": self._context_tokens}
         return web.json_response({"object": "list", "data": [{"id": model, **common} for model in self._paces]})
+
+    async def _list_endpoints(self, request: web.BaseRequest) -> web.Response:
+        return web.json_response({"openapi": "3.1.0", "paths": {path: {} for path in self._endpoints or ()}})
+
+    async def _kept_response(self, request: web.BaseRequest) -> web.Response:
+        response_id = request.path.split("/")[3]
+        if response_id not in self.responses:
+            return _Refused(404, f"there is no response {response_id}").response()
+        if request.method == "DELETE":
+            self.responses.remove(response_id)
+        return web.json_response({"id": response_id, "object": "response", "asked": f"{request.method} {request.path}"})
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         lines = [
@@ -217,7 +220,10 @@ class FakeEngine:
         seat = None
         try:
             seat = seat_of(request.headers, self._slots_count) if self._barrier else None
-            body = msgspec.json.decode(raw, type=_Body)
+            is_form = request.content_type == "multipart/form-data"
+            body = FakeBody() if is_form else msgspec.json.decode(raw, type=FakeBody)
+            if body.previous_response_id is not None and body.previous_response_id not in self.responses:
+                raise _Refused(404, f"there is no response {body.previous_response_id}")
             if body.model is not None and body.model not in self._paces:
                 raise _Refused(404, f"the model {body.model!r} does not exist", "model_not_found")
             if self.fault.mode == "500":
@@ -228,18 +234,19 @@ class FakeEngine:
         except (msgspec.MsgspecError, ValueError) as error:
             self._queue.cancel_seat(seat)
             return _Refused(400, str(error)).response()
-        answer = self._answer(body, chat=request.path == "/v1/chat/completions")
+        answer = self._answer(body, request.path)
         return await (self._stream(request, answer, seat) if body.stream else self._whole(request, answer, seat))
 
-    def _answer(self, body: _Body, *, chat: bool) -> FakeAnswer:
-        return FakeAnswer(
-            body.model or self.model,
-            chat,
-            body.max_completion_tokens or body.max_tokens or self._output_tokens,
-            len(bytes(body.messages or body.prompt).split()),  # words instead of tokens: grows with the text
-            body.stream_options is not None and body.stream_options.include_usage,
-            "length" if body.max_completion_tokens or body.max_tokens else "stop",
-        )
+    def _answer(self, body: FakeBody, path: str) -> FakeAnswer:
+        words = len(body.prompts.split())  # instead of tokens: grows with the text
+        if path not in GENERATING:
+            return FakeAnswer(body.model or self.model, path, 0, words, inputs=body.inputs)
+        kept = f"resp-{self._port}" if path == RESPONSES else ""
+        if kept:
+            self.responses.add(kept)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        tokens = body.most or self._output_tokens
+        return FakeAnswer(body.model or self.model, path, tokens, words, usage, body.most is not None, id=kept)
 
     async def _whole(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         if not self._is_instant(answer.model):
@@ -291,6 +298,8 @@ class FakeEngine:
         last = min(tokens, fault.after_tokens) if faulty else tokens
         first_s = start.at_s + pace.prefill_s
         done = 0
+        if not tokens:
+            await asyncio.sleep(pace.prefill_s)
         while done < last:
             target = min(done + stride, last)
             due_s = start.at_s + batch_s(target, step_s, pace.prefill_s)

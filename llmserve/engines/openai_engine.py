@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from llmserve.engines.connecting import HttpError, printable
-from llmserve.engines.engine import EngineError, Health, ServedModel
+from llmserve.engines.engine import EngineError, Health, Passed, ServedModel
 from llmserve.engines.http_client import HttpClient, Response
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
@@ -26,6 +26,7 @@ log = logging.getLogger("llmserve")
 
 ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it comes, and has no limit but time
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
+PATHS_BYTES_MAX = 8 << 20  # of the description of a server's endpoints
 MODEL_ID_CHARS_MAX = 256
 COUNT = re.compile(rb"\d{1,15}")
 CONTEXT_TOKENS_MAX = 1 << 31
@@ -56,6 +57,10 @@ class _Model(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[_Model]
+
+
+class _OpenApi(msgspec.Struct):
+    paths: dict[str, msgspec.Raw]
 
 
 class HttpAnswer:
@@ -168,19 +173,42 @@ class OpenAIEngine:
         self._openings: dict[str, bytes] = {}  # the same for each request to a path
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
+        self._paths: frozenset[str] | None = None
+        self._paths_of: tuple[ServedModel, ...] | None = None  # models whose endpoints are `_paths`; None: not read
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
-        opening = self._openings.get(call.path)
+        opening = None if call.content_type else self._openings.get(call.path)
         if opening is None:
-            opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
+            opening = self._opening(call)
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
         for name, value in call.headers:
             further += f"{name}: {value}\r\n"
         body = call.body
-        if batch.turn is not None or call.priority:  # the client's priority is the front-end's, see api/shares.py
+        takes_priority = call.form is None or call.form.takes_priority
+        if takes_priority and (
+            batch.turn is not None or call.priority
+        ):  # the client's is the front-end's, api/shares.py
             body = with_priority(body, batch.turn or 0.0)
         response = self._client.ask(opening + further.encode("latin-1"), body, on_change)
         return HttpAnswer(response, self)
+
+    def _opening(self, call: Call) -> bytes:
+        if call.content_type:  # with a boundary of its own
+            return self._client.opening("POST", call.path, {**self._headers, "content-type": call.content_type})
+        opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
+        return opening
+
+    async def pass_on(self, method: str, path: str, body: bytes | None) -> Passed:
+        opening = self._client.opening(method, path, self._headers)
+        try:
+            response = await self._client.request(opening, body)
+            try:
+                content_type = response.headers.get(b"content-type", b"application/json").decode("latin-1")
+                return Passed(response.status, content_type, await response.read(ANSWER_BYTES_MAX))
+            finally:
+                response.close()
+        except HttpError as error:
+            raise self.no_answer(error) from error
 
     def judge(self, status: int) -> None:
         """Log once that the engine refuses the key."""
@@ -201,19 +229,30 @@ class OpenAIEngine:
                 raise EngineError(f"engine {name}: /v1/models answers {status}")
             models = msgspec.json.decode(body, type=_ModelList).data
         except HttpError as error:
+            self._paths_of = None  # another program may answer next
             raise self.no_answer(error) from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(f"engine {name}: /v1/models is not a list of models: {printable(str(error))}") from error
         served = self._served(models)
+        if served != self._paths_of:
+            self._paths, self._paths_of = await self._read_paths(), served
         if (load := await self._load()) is not None:
             self._tokens_max = load.tokens_max
             if self.slots is not None:
                 self.slots.observe(load)
         if self.slots is None:
-            return Health(served, None, self._tokens_max)
-        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached)
+            return Health(served, None, self._tokens_max, paths=self._paths)
+        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, self._paths)
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def _read_paths(self) -> frozenset[str] | None:
+        """Read the paths of the server's endpoints from its OpenAPI description; None without one."""
+        try:
+            status, body = await self._get("/openapi.json", PATHS_BYTES_MAX)
+            return frozenset(msgspec.json.decode(body, type=_OpenApi).paths) if status == 200 else None
+        except (HttpError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
+    async def _get(self, path: str, bytes_max: int = ERROR_BYTES_MAX) -> tuple[int, bytes]:
         """Status and body; b"" for another status than 200. Raises HttpError, also when the time of a probe is over.
 
         Each probe opens a new connection: a server that accepts no new connections may still answer on an old one.
@@ -226,7 +265,7 @@ class OpenAIEngine:
                 try:
                     if response.headers.get(b"content-encoding", b"identity") != b"identity":
                         raise HttpError(f"{path} has a content-encoding that was not asked for")
-                    return response.status, await response.read(ERROR_BYTES_MAX) if response.status == 200 else b""
+                    return response.status, await response.read(bytes_max) if response.status == 200 else b""
                 finally:
                     response.close()
         except TimeoutError:

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from llmserve.api.bodies import BODIES
 from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
 from llmserve.jobs.contract import LineError
@@ -160,8 +159,6 @@ def _describe(record: Any, checker: _Checker, number: int, line: Line) -> int:
     What else is wrong with a body is an error of its own request, and does not stop the others.
     """
     task = checker.task
-    if task.endpoint not in BODIES:
-        return 0
     try:
         call = parse_call(task.endpoint, bytes(line.body), prompt_chars_max=task.prompt_chars_max)
     except BadRequest:

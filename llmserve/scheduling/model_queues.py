@@ -11,7 +11,7 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.fair import FairShares, cost
+from llmserve.scheduling.fair import FairShares, Share, cost
 from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.load import Load
@@ -153,7 +153,10 @@ class ModelQueues:
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch of such requests as waiting, until it starts."""
         self.formed.hold(batch)
-        self._count(batch.requests.values())
+        requests = batch.requests.values()
+        for queued in requests:
+            queued.share.wait()
+        self._count(len(requests), self._work_us(requests))
 
     def follow_load(self, follows: bool) -> None:
         """Learn the load from now on, or no longer."""

@@ -50,6 +50,7 @@ class LyingEngine:
             "/health": http(b""),
             "/v1/models": http(MODELS),
             "/metrics": http(b"", status="404 Not Found"),
+            "/openapi.json": http(b"", status="404 Not Found"),
             **(probes or {}),
         }
         self._writers: set[asyncio.StreamWriter] = set()

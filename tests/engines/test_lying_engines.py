@@ -272,6 +272,18 @@ async def test_senseless_metrics_are_unknown_and_cost_no_engine(
         await check_nothing_is_left(front, caplog)
 
 
+@pytest.mark.parametrize("listed", [b"", b"<html>", b"[]", b'{"paths": 3}', b'{"paths": {}', b"\xff", b"[" * 100_000])
+async def test_a_senseless_list_of_endpoints_is_no_list(
+    listed: bytes, start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with LyingEngine(http(GOOD), probes={"/openapi.json": http(listed)}) as engine:
+        front = await start_front(engine.url, engines=settings(engine))
+        assert await ask(front) == (200, "done")
+        (handle,) = front.cluster.fleet.handles.values()
+        assert handle.endpoints.told is None
+        await check_nothing_is_left(front, caplog)
+
+
 @pytest.mark.parametrize("length", ["-1", "0", "3e9", "99999999999", "1e400", '"long"', "true", "[1]", "9" * 400])
 async def test_a_senseless_context_is_unknown(
     length: str, start_front: StartFront, caplog: pytest.LogCaptureFixture

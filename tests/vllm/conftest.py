@@ -46,10 +46,9 @@ def vllm_url(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command += ["--served-model-name", "llmserve-demo", "--host", "127.0.0.1", "--max-num-seqs", str(SLOTS)]
     command += [*ARGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("vllm") / "log"
+    settings = {**os.environ, **SETTINGS, "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env={**os.environ, **SETTINGS}
-        )
+        process = subprocess.Popen([*SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings)
     try:
         _await_healthy(process, port, log)
         yield f"http://127.0.0.1:{port}"

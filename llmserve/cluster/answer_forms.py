@@ -1,0 +1,193 @@
+"""The forms of engines' answers: where the token counts are, how a stream ends, and what an error looks like.
+
+A form belongs to an endpoint (api/endpoints.py), and a call carries the form of its answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from llmserve.engines.event_stream import Usage, UsageFilter, usage_of, was_cut
+from llmserve.engines.typed_events import EventReader, Message, MessageReader, Response, ResponseReader
+from llmserve.errors import RequestError
+from llmserve.request import Call
+
+TAIL_BYTES = 4 << 10  # at the end of a large answer, where its counts are
+DECODED_BYTES_MAX = 1 << 20  # of an answer without generated text
+PROMPT_TOKENS = re.compile(rb'"(?:prompt|input|total)_tokens": ?(\d{1,12})\b')
+
+
+class WholeAnswer(msgspec.Struct, frozen=True):
+    """What is read of an answer that is not streamed. cut : it ran into a limit"""
+
+    usage: Usage
+    cut: bool = False
+    response_id: str = ""
+
+
+class StreamReader(Protocol):
+    """Forwards a stream in whole events and reads it; see UsageFilter."""
+
+    in_parts: bool
+    cut: bool
+    response_id: str
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def output_tokens(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int | None: ...
+
+    def feed(self, chunk: bytes) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+    def release(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the answers of an endpoint are read, and its errors written.
+
+    name         of what an answer is, in errors
+    whole        reads a body; None: the body is no such answer
+    stream       makes the reader of a stream, for a call and its receipt (b"": none)
+    error        the body of an error
+    last_events  ends a stream by an error: of an error's body, the last bytes
+    takes_priority  whether vLLM takes the field `priority` there
+    """
+
+    name: str
+    whole: Callable[[bytes], WholeAnswer | None]
+    stream: Callable[[Call, bytes], StreamReader]
+    error: Callable[[RequestError], dict[str, Any]]
+    last_events: Callable[[dict[str, Any]], bytes]
+    takes_priority: bool = False
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    return error.body()
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of Anthropic's errors by status; of others: 4xx invalid_request_error, 5xx api_error."""
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _data_and_done(body: dict[str, Any]) -> bytes:
+    """As vLLM ends a stream of completions."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
+
+
+def _message_error(body: dict[str, Any]) -> bytes:
+    return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **body}) + b"\n\n"
+
+
+def _response_error(body: dict[str, Any]) -> bytes:
+    """The event `error` of /v1/responses."""
+    error = body.get("error") or {}
+    told = {name: error.get(name) for name in ("code", "message", "param")}
+    others = {name: value for name, value in body.items() if name != "error"}
+    event = {"type": "error", **told, "sequence_number": 0, **others}
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+# ---- the forms ------------------------------------------------------------------------------------------------------
+
+
+def _completion(body: bytes) -> WholeAnswer | None:
+    usage = usage_of(body)
+    return None if usage is None else WholeAnswer(usage, was_cut(body))
+
+
+def _completion_stream(call: Call, receipt: bytes) -> UsageFilter:
+    return UsageFilter(strip=call.usage_added, choices=call.choices, receipt=receipt)
+
+
+_RESPONSE = msgspec.json.Decoder(Response)
+_MESSAGE = msgspec.json.Decoder(Message)
+
+
+def _response(body: bytes) -> WholeAnswer | None:
+    try:
+        answer = _RESPONSE.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if answer.object != "response":
+        return None
+    return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut, answer.id)
+
+
+def _message(body: bytes) -> WholeAnswer | None:
+    try:
+        answer = _MESSAGE.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if answer.type != "message":
+        return None
+    return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut)
+
+
+class _PromptUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+class _PromptAnswer(msgspec.Struct):
+    """What endpoints without generated text say of the prompt's tokens, each in its way."""
+
+    usage: _PromptUsage | None = None
+    count: int | None = None
+    input_tokens: int | None = None
+
+
+_PROMPT_ANSWER = msgspec.json.Decoder(_PromptAnswer)
+
+
+def _prompt(body: bytes) -> WholeAnswer:
+    """Read the answer of an endpoint without generated text: any body, perhaps with the prompt's tokens."""
+    tokens: int | None = None
+    if len(body) > DECODED_BYTES_MAX:
+        found = PROMPT_TOKENS.search(body, len(body) - TAIL_BYTES)
+        tokens = int(found[1]) if found is not None else None
+    else:
+        try:
+            answer = _PROMPT_ANSWER.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # also subtitles, and other text
+            answer = _PromptAnswer()
+        usage = answer.usage or _PromptUsage()
+        counts = (usage.prompt_tokens, usage.total_tokens, answer.count, answer.input_tokens)
+        tokens = next((count for count in counts if count is not None and count >= 0), None)
+    return WholeAnswer(Usage(tokens, 0))
+
+
+COMPLETION = AnswerForm("completion", _completion, _completion_stream, openai_error, _data_and_done, True)
+RESPONSE = AnswerForm(
+    "response", _response, lambda call, receipt: ResponseReader(), openai_error, _response_error, True
+)
+MESSAGE = AnswerForm("message", _message, lambda call, receipt: MessageReader(), anthropic_error, _message_error)
+PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), openai_error, _data_and_done)
+MESSAGE_PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), anthropic_error, _message_error)

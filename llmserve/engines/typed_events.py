@@ -1,0 +1,205 @@
+"""Reads streams whose events have a type: /v1/responses and /v1/messages. All bytes pass unchanged.
+
+Only whole events pass, so that a comment of the front-end never lands inside one. Of most events only the type is
+counted; the few that carry an id, token counts or the end are decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.engines.event_stream import EVENT_END, PARTIAL_BYTES_MAX, Usage, data_of, events_end
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class ResponseUsage(msgspec.Struct):
+    """`usage` of /v1/responses."""
+
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
+
+    @property
+    def counts(self) -> Usage:
+        return Usage(self.input_tokens, self.output_tokens)
+
+
+class MessageUsage(ResponseUsage):
+    """`usage` of /v1/messages, where `input_tokens` leaves out the tokens of the prompt cache."""
+
+    cache_read_input_tokens: Count | None = None
+    cache_creation_input_tokens: Count | None = None
+
+    @property
+    def counts(self) -> Usage:
+        parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
+        prompt = None if self.input_tokens is None else sum([part or 0 for part in parts])
+        return Usage(prompt, self.output_tokens)
+
+
+class EventReader:
+    """Passes any event stream; it knows no counts, and a stream that ends is complete. See UsageFilter for the rest.
+
+    response_id : id by which the engine knows the answer; "" for none, or until it has come
+    """
+
+    marks = re.compile(rb"(?!)")  # types of the events that are decoded; text never matches: its quotes are escaped
+    ends = re.compile(rb"")  # of these the last ones of a stream
+    token = b""  # in the type of an event with content
+
+    def __init__(self) -> None:
+        self.in_parts = self.cut = False
+        self.prompt_tokens: int | None = None
+        self.response_id = ""
+        self._output_tokens: int | None = None
+        self._events = 0
+        self._ended = False
+        self._partial = b""
+
+    @property
+    def ended(self) -> bool:
+        return self._ended or self.ends.search(self._partial) is not None
+
+    @property
+    def output_tokens(self) -> int:
+        return self._events if self._output_tokens is None else self._output_tokens
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Add bytes from the engine. Returns the bytes that may go to the client now."""
+        data = self._partial + chunk if self._partial else chunk
+        self._partial = b""
+        if not data.endswith((b"\n\n", b"\n\r\n")):
+            cut = events_end(data)
+            if len(data) - cut <= PARTIAL_BYTES_MAX:
+                data, self._partial = data[:cut], data[cut:]
+            else:
+                self.in_parts = True
+        self._look(data)
+        return data
+
+    def flush(self) -> bytes:
+        """Return the rest at the end of a stream."""
+        rest, self._partial = self._partial, b""
+        self._look(rest)
+        return rest
+
+    def release(self) -> bytes:
+        return b""
+
+    def _look(self, data: bytes) -> None:
+        if self.token:
+            self._events += data.count(self.token)
+        if self.marks.search(data) is None:
+            return
+        for start, end in pairwise([0, *(match.end() for match in EVENT_END.finditer(data)), len(data)]):
+            event = data[start:end]
+            if self.marks.search(event) is not None:
+                try:
+                    self._read(data_of(event))
+                except (msgspec.MsgspecError, RecursionError):  # a part of a very large event, or counts without sense
+                    self._ended = self._ended or self.ends.search(event) is not None
+
+    def _read(self, event: bytes) -> None:
+        """Read an event whose type is one of `marks`. Raises MsgspecError."""
+
+    def _count(self, usage: Usage) -> None:
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            self._output_tokens = usage.completion_tokens
+
+
+class _Incomplete(msgspec.Struct):
+    reason: str | None = None
+
+
+class Response(msgspec.Struct):
+    """An answer of /v1/responses."""
+
+    id: str = ""
+    object: str = ""
+    usage: ResponseUsage | None = None
+    incomplete_details: _Incomplete | None = None
+
+    @property
+    def cut(self) -> bool:
+        return self.incomplete_details is not None and self.incomplete_details.reason == "max_output_tokens"
+
+
+class _ResponseEvent(msgspec.Struct):
+    type: str = ""
+    response: Response | None = None
+
+
+_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseEvent)
+
+
+class ResponseReader(EventReader):
+    """Reads a stream of /v1/responses. An answer that failed counts as cut: it would have been longer."""
+
+    marks = re.compile(rb'"type": ?"(?:response\.(?:created|completed|incomplete|failed)|error)"')
+    ends = re.compile(rb'"type": ?"(?:response\.(?:completed|incomplete|failed)|error)"')
+    token = b'.delta"'
+
+    def _read(self, event: bytes) -> None:
+        told = _RESPONSE_EVENT.decode(event)
+        response = told.response
+        if response is not None:
+            self.response_id = response.id
+            self.cut = self.cut or response.cut
+            if response.usage is not None:
+                self._count(response.usage.counts)
+        if told.type in ("response.failed", "error"):
+            self.cut = self._ended = True
+        self._ended = self._ended or told.type in ("response.completed", "response.incomplete")
+
+
+class Message(msgspec.Struct):
+    """An answer of /v1/messages."""
+
+    type: str = ""
+    stop_reason: str | None = None
+    usage: MessageUsage | None = None
+
+    @property
+    def cut(self) -> bool:
+        return self.stop_reason == "max_tokens"
+
+
+class _MessageDelta(msgspec.Struct):
+    stop_reason: str | None = None
+
+
+class _MessageEvent(msgspec.Struct):
+    type: str = ""
+    message: Message | None = None
+    delta: _MessageDelta | None = None
+    usage: MessageUsage | None = None
+
+
+_MESSAGE_EVENT = msgspec.json.Decoder(_MessageEvent)
+
+
+class MessageReader(EventReader):
+    """Reads a stream of /v1/messages."""
+
+    marks = re.compile(rb'"type": ?"(?:message_(?:start|delta|stop)|error)"')
+    ends = re.compile(rb'"type": ?"(?:message_stop|error)"')
+    token = b'"content_block_delta"'
+
+    def _read(self, event: bytes) -> None:
+        told = _MESSAGE_EVENT.decode(event)
+        if told.type == "message_start" and told.message is not None and told.message.usage is not None:
+            self.prompt_tokens = told.message.usage.counts.prompt_tokens
+        elif told.type == "message_delta":
+            self.cut = self.cut or (told.delta is not None and told.delta.stop_reason == "max_tokens")
+            if told.usage is not None:
+                self._count(told.usage.counts)
+        elif told.type == "error":
+            self.cut = self._ended = True
+        self._ended = self._ended or told.type == "message_stop"
