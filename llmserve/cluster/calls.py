@@ -38,6 +38,7 @@ class RunningCalls:
     prompt_tokens  learns from engines' counts of prompt tokens
     on_began       called when a client gets the first byte of its answer
     on_ended       called with how a call ended on its engine, unless the call was abandoned
+    now_s          the cluster's clock
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class RunningCalls:
         prompt_tokens: PromptTokensByModel,
         on_began: Callable[[InFlightCall], None],
         on_ended: Callable[[InFlightCall, RequestEnded], None],
+        now_s: Callable[[], float],
     ) -> None:
         self.suspect = suspect
         self.on_began = on_began
+        self.now_s = now_s
         self._prompt_tokens = prompt_tokens
         self._on_ended = on_ended
         self._closed = False
@@ -199,6 +202,7 @@ class Forwarding:
             while data := answer.take():
                 if forwarded := usage.feed(data):
                     if not in_flight.answered:
+                        in_flight.first_at_s = self._calls.now_s()
                         self._begin(None)
                     in_flight.feed(forwarded)
                     if in_flight.paused:
@@ -216,8 +220,9 @@ class Forwarding:
             self._begin(None)
         if rest := usage.flush():
             in_flight.feed(rest)
-        in_flight.close()
+        in_flight.last_at_s = self._calls.now_s()
         in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
+        in_flight.close()
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
         return usage.output_tokens
 

@@ -101,6 +101,8 @@ class InFlightCall:
         self.complete = False  # the client has the whole answer, or was told of a failure
         self.stopping = False  # the call is being stopped by a preemption: the call may start again
         self.preemptions = 0
+        self.first_at_s: float | None = None  # when the first event of a stream was forwarded
+        self.last_at_s: float | None = None  # when the last event of a complete stream was
         self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
         self._client = client
 
@@ -108,6 +110,14 @@ class InFlightCall:
     def streamed_tokens(self) -> int:
         """Tokens of the stream so far, of all its choices."""
         return self.usage.output_tokens if self.usage is not None else 0
+
+    @property
+    def seconds_between_tokens(self) -> float | None:
+        """Mean time between two tokens of a complete stream; None: there are not two."""
+        if self.first_at_s is None or self.last_at_s is None:
+            return None
+        steps = self.streamed_tokens / self.call.choices - 1.0
+        return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
 
     def begin(self, head: Head) -> None:
         """Give the client the head of the answer, and the body if the head has one."""

@@ -97,7 +97,11 @@ class LiveCluster:
         )
         self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self._calls = RunningCalls(
-            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
+            suspect=self.fleet.suspect,
+            prompt_tokens=self._prompt_tokens,
+            on_began=self._began,
+            on_ended=self._ended,
+            now_s=self.now_s,
         )
         self._charges = Charges(lambda: scheduler.models, self.now_s)
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
@@ -108,6 +112,7 @@ class LiveCluster:
         self.places = Places(scheduler, self)
         self._empty = asyncio.Event()
         self._empty.set()
+        self._listeners: list[Callable[[InFlightCall], None]] = []
         self._predicting: set[asyncio.Task[None]] = set()
         self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
 
@@ -145,6 +150,10 @@ class LiveCluster:
 
     def now_s(self) -> float:
         return self._clock() - self._started_at
+
+    def listen(self, listener: Callable[[InFlightCall], None]) -> None:
+        """Call the listener with each call that has ended."""
+        self._listeners.append(listener)
 
     def submit(self, call: Call, client: Client, charge: Charge | None = None) -> InFlightCall:
         """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
@@ -272,11 +281,20 @@ class LiveCluster:
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
         if in_flight.request.id not in self.scheduler.requests:
-            self._in_flight.pop(in_flight.request.id, None)
+            ended = self._in_flight.pop(in_flight.request.id, None)
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)
+            if ended is not None:
+                self._tell(in_flight)
         if not self._in_flight:
             self._empty.set()
+
+    def _tell(self, in_flight: InFlightCall) -> None:
+        for listener in self._listeners:
+            try:
+                listener(in_flight)
+            except Exception:  # a failing listener must not stop serving
+                log.exception("a listener of ended calls failed")
 
     # ---- how running requests proceed and end -------------------------------------------------------------------
 

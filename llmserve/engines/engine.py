@@ -42,12 +42,14 @@ class Health:
     slots        requests that the engine runs at once, if learned from the engine; else None
     tokens_max   capacity of the engine's KV cache in tokens; None if unknown
     slots_found  the engine has no more slots than `slots`, according to the probes so far
+    load_known   the engine's own metrics say how many requests run and wait in it
     """
 
     models: tuple[ServedModel, ...]
     slots: int | None = None
     tokens_max: int | None = None
     slots_found: bool = True
+    load_known: bool = True
 
 
 class Answer(Protocol):

@@ -210,8 +210,8 @@ class OpenAIEngine:
             if self.slots is not None:
                 self.slots.observe(load)
         if self.slots is None:
-            return Health(served, None, self._tokens_max)
-        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached)
+            return Health(served, None, self._tokens_max, load_known=load is not None)
+        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, load is not None)
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         """Status and body; b"" for another status than 200. Raises HttpError, also when the time of a probe is over.
