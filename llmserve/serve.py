@@ -23,13 +23,13 @@ import logging
 import os
 import shlex
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
+from llmserve import logs
 from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config
 
@@ -66,8 +66,7 @@ def main(args: argparse.Namespace) -> int:
     if args.show_config:
         print(config.shown(origin))
         return 0
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logs.configure(config.server.log_level, config.server.log_format)
     _allow_many_sockets()
     with contextlib.suppress(ImportError):
         import uvloop
@@ -155,6 +154,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     Raises LLMServeError when the server cannot start.
     """
     from llmserve import state_file
+    from llmserve.api import access_log
     from llmserve.api.app import App
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
@@ -192,7 +192,11 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
             await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
             log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
-        metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
+        door = await stack.enter_async_context(accepting(app, listener, limits))
+        metrics.follow_server(door)
+        if server.access_log:
+            access_log.enable()
+            door.followers.append(access_log.write)
         stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()
         warning = asyncio.create_task(warn_of_unserved(config, cluster))

@@ -13,6 +13,7 @@ from llmserve.config import shown
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.logs import LogFormat
 from llmserve.policies import SchedulingConfig
 
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
@@ -62,6 +63,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
+    log_format: Annotated[
+        LogFormat, Meta(description="lines of the log on standard error: text, or a JSON object each")
+    ] = "text"
+    access_log: Annotated[
+        bool,
+        Meta(
+            description="log each request when it ends: status, milliseconds, request id, key, model, engine, tokens; "
+            "never a prompt, an answer or a key's value"
+        ),
+    ] = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from llmserve.api.parse import CallParser
 from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.cluster.fitting import check_fits
-from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
 from llmserve.deadline_settings import DefaultDeadlines
@@ -136,7 +136,7 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
 
 def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
     """Return x-request-id: the client's, if sent."""
-    return b"x-request-id", (dict(call.headers).get("x-request-id") or f"llmserve-{request_id}").encode()
+    return b"x-request-id", request_name(request_id, call).encode()
 
 
 class _Endpoints:
@@ -187,6 +187,7 @@ class _Endpoints:
         self._check_served(call)
         answer = _Answer(call, exchange, account)
         in_flight = self._cluster.submit(call, answer, account.charge(call.model))
+        exchange.follow(in_flight)
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)
             if call.stream:
@@ -240,7 +241,8 @@ class _Endpoints:
         """Count a refusal. An error that is not meant for clients is logged, and becomes one that is."""
         if not isinstance(error, RequestError):
             path = request.path if isinstance(request, Exchange) else request.url.path
-            log.error("%s %s failed", request.method, path, exc_info=error)
+            key = {"key": request.key} if isinstance(request, Exchange) and request.key else {}
+            log.error("%s %s failed", request.method, path, exc_info=error, extra={"fields": key})
             error = RequestError("the front-end failed on this request", code="internal_error")
         self._metrics.refused(error.code or error.type)
         return error

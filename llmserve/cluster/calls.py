@@ -19,6 +19,7 @@ from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
 from llmserve.engines.event_stream import Usage, UsageFilter, usage_of, was_cut
 from llmserve.errors import EngineFailed, Unavailable
+from llmserve.logs import about
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -67,6 +68,7 @@ class RunningCalls:
             predicted_tokens=in_flight.request.predicted_tokens,
         )
         in_flight.stopping = False
+        in_flight.attempts += 1
         if in_flight.charge is not None:
             in_flight.charge.started()
         handle.add(in_flight)
@@ -271,7 +273,7 @@ class Forwarding:
 
     def _broken(self, error: Exception) -> RequestEnded:
         """An error of this program."""
-        log.error("serving request %d failed", self.in_flight.request.id, exc_info=error)
+        log.error("serving a request failed", exc_info=error, extra=about(self.in_flight))
         self.in_flight.fail(EngineFailed("the front-end failed while serving this request"))
         return RequestEnded(*self._request, "failed")
 
@@ -287,10 +289,11 @@ class Forwarding:
     async def _failure(self, error: EngineError) -> RequestEnded:
         handle, in_flight = self.handle, self.in_flight
         if error.local:  # no other engine can be reached either, and this one is not to blame
-            log.warning("%s", error)
+            log.warning("%s", error, extra=about(in_flight))
             in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
             return RequestEnded(*self._request, "cancelled", no_socket=True)
-        log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
+        level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
+        log.log(level, "%s", error, extra=about(in_flight))
         await self._calls.suspect(handle, in_flight.request.model, unreachable=error.unreachable)
         failure = EngineFailed(str(error), code=error.code)
         if in_flight.answered:

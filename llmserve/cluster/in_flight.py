@@ -33,6 +33,11 @@ class Receipt(msgspec.Struct, frozen=True):
         return fields
 
 
+def request_name(request_id: int, call: Call) -> str:
+    """The x-request-id of the answer: the client's, if sent."""
+    return dict(call.headers).get("x-request-id") or f"llmserve-{request_id}"
+
+
 class Head(msgspec.Struct, frozen=True):
     """The status and headers of an answer. body : None when the body follows as a stream."""
 
@@ -100,11 +105,18 @@ class InFlightCall:
         self.answered = False  # the client has received bytes
         self.complete = False  # the client has the whole answer, or was told of a failure
         self.stopping = False  # the call is being stopped by a preemption: the call may start again
+        self.attempts = 0  # starts on engines, so far
         self.preemptions = 0
+        self.error = ""  # code of the failure that the client was told of
         self.first_at_s: float | None = None  # when the first event of a stream was forwarded
         self.last_at_s: float | None = None  # when the last event of a complete stream was
         self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
         self._client = client
+
+    @property
+    def name(self) -> str:
+        """The request in the log, and for its client."""
+        return request_name(self.request.id, self.call)
 
     @property
     def streamed_tokens(self) -> int:
@@ -125,6 +137,8 @@ class InFlightCall:
         if self.complete or self.gone:
             return
         self.complete = head.body is not None
+        if head.status >= 400:
+            self.error = f"engine_status_{head.status}"
         self._client.begin(head)
 
     def feed(self, chunk: bytes) -> None:
@@ -151,4 +165,5 @@ class InFlightCall:
         """Tell the client of a failure, unless the whole answer was given."""
         if not (self.complete or self.gone):
             self.complete = True
+            self.error = error.code or error.type
             self._client.fail(error, self.receipt)

@@ -33,6 +33,7 @@ from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.cluster.solving import Solving
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
+from llmserve.logs import about
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -178,7 +179,7 @@ class LiveCluster:
         try:
             forecast = await self.lengths.predict(in_flight, self.models.get(in_flight.call.model))
         except Exception:
-            log.exception("the length of request %d was not predicted", in_flight.request.id)
+            log.exception("a length was not predicted", extra=about(in_flight))
             in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
             self._forget(in_flight)
             return
