@@ -206,9 +206,14 @@ class OrderGauges:
         self._settings = order_settings(tuned(self._configured, event.settings))
         self._changes += 1
 
+    @property
+    def order(self) -> str:
+        """The order in force, in words."""
+        return named(self._settings)
+
     def collect(self) -> Iterator[Metric]:
         order = GaugeMetricFamily("llmserve_order", "1 for the order in force", labels=["settings"])
-        order.add_metric([named(self._settings)], 1.0)
+        order.add_metric([self.order], 1.0)
         yield order
         yield CounterMetricFamily("llmserve_order_changes", "Changes of the order by --tune", value=self._changes)
 

@@ -113,6 +113,11 @@ class Metrics:
     def follow_server(self, server: Connections) -> None:
         self.registry.register(ServerGauges(server))
 
+    @property
+    def order(self) -> str:
+        """The order in force, in words."""
+        return self._order.order
+
     def render(self) -> bytes:
         return self.families.text().encode() + generate_latest(self.registry)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llmserve.cluster.saving import Saver
     from llmserve.metrics import Metrics
     from llmserve.reload import Reloader
+    from llmserve.traces import Traces
     from llmserve.usage import KeyUsage
 
 log = logging.getLogger("llmserve")
@@ -180,7 +181,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload)
+        traces = _traces(config, cluster, metrics)
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, traces)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,
@@ -194,6 +196,9 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
         door = await stack.enter_async_context(accepting(app, listener, limits))
         metrics.follow_server(door)
+        if traces is not None:
+            stack.push_async_callback(traces.close)
+            door.followers.append(traces.ended)
         if server.access_log:
             access_log.enable()
             door.followers.append(access_log.write)
@@ -202,6 +207,15 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)
+
+
+def _traces(config: Config, cluster: LiveCluster, metrics: Metrics) -> Traces | None:
+    """What traces requests; None: nothing does, and OpenTelemetry is not imported."""
+    if not config.server.traces_sample:
+        return None
+    from llmserve.traces import Traces, otlp
+
+    return Traces(config.server.traces_sample, lambda: metrics.order, cluster.now_s, otlp())
 
 
 async def _counted(

@@ -66,6 +66,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         LogFormat, Meta(description="lines of the log on standard error: text, or a JSON object each")
     ] = "text"
+    traces_sample: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of the requests whose spans are sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT; the flag "
+            "of a client's `traceparent` decides for its request. 0: no request is traced. Needs the extra `traces`",
+        ),
+    ] = 0.0
     access_log: Annotated[
         bool,
         Meta(

@@ -348,6 +348,7 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.metrics",
                 "llmserve.private_file",
                 "llmserve.spelling",
+                "llmserve.traces",
                 "predictor.prompt",
             ),
         },

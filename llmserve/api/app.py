@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
@@ -42,6 +42,9 @@ from llmserve.metrics import Metrics
 from llmserve.request import Call
 from llmserve.settings import ApiConfig
 
+if TYPE_CHECKING:
+    from llmserve.traces import Traces
+
 log = logging.getLogger("llmserve")
 
 
@@ -54,7 +57,7 @@ class App:
 
     Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
     of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
-    reload: reads keys, limits and engines again.
+    reload: reads keys, limits and engines again. traces: None: no request is traced.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class App:
         config: ApiConfig,
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
+        traces: Traces | None = None,
     ) -> None:
-        self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
+        self._endpoints = _Endpoints(cluster, metrics, key_limits, config, traces)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         state = StateEndpoints(cluster, metrics, seeing)
@@ -140,8 +144,16 @@ def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
 
 
 class _Endpoints:
-    def __init__(self, cluster: LiveCluster, metrics: Metrics, key_limits: KeyLimits, config: ApiConfig) -> None:
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        metrics: Metrics,
+        key_limits: KeyLimits,
+        config: ApiConfig,
+        traces: Traces | None,
+    ) -> None:
         self._cluster = cluster
+        self._traces = traces
         self._metrics = metrics
         self._key_limits = key_limits
         self._config = config
@@ -186,7 +198,8 @@ class _Endpoints:
         call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
         self._check_served(call)
         answer = _Answer(call, exchange, account)
-        in_flight = self._cluster.submit(call, answer, account.charge(call.model))
+        trace = self._traces.begin(call, exchange) if self._traces is not None else None
+        in_flight = self._cluster.submit(call, answer, account.charge(call.model), trace)
         exchange.follow(in_flight)
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)

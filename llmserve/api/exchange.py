@@ -80,6 +80,11 @@ class Exchange:
         """The client's address, without its port."""
         return self.peer.rpartition(":")[0]
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first byte of the request."""
+        return self._connection.server.now_s() - self.began_s
+
     # ---- the answer ----
 
     @property
@@ -159,7 +164,7 @@ class Exchange:
                 on_end()
             server = self._connection.server
             if server.followers:
-                self.seconds = server.now_s() - self.began_s
+                self.seconds = self.age_s
                 self.written += self._connection.written if self.started else 0
                 server.ended(self)
 

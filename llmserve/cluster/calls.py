@@ -71,6 +71,8 @@ class RunningCalls:
         in_flight.attempts += 1
         if in_flight.charge is not None:
             in_flight.charge.started()
+        if in_flight.trace is not None:
+            in_flight.trace.started(in_flight, now_s)
         handle.add(in_flight)
         in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
 
@@ -92,6 +94,8 @@ class RunningCalls:
             forwarding, in_flight.forwarding = in_flight.forwarding, None
             if forwarding is not None:
                 forwarding.close()
+            if in_flight.trace is not None:
+                in_flight.trace.left(in_flight, self.now_s(), None)
         return lost_calls
 
     async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
@@ -108,6 +112,8 @@ class RunningCalls:
             return  # the call was abandoned: the scheduler has settled its request with EngineLost
         in_flight.forwarding = None
         handle.remove(in_flight)
+        if in_flight.trace is not None:
+            in_flight.trace.left(in_flight, self.now_s(), ended)
         self._on_ended(in_flight, ended)
 
     def learn_prompt(self, call: Call, tokens: int | None) -> None:

@@ -12,6 +12,7 @@ from llmserve.request import Call, Request
 
 if TYPE_CHECKING:
     from llmserve.cluster.calls import Forwarding
+    from llmserve.scheduling.messages import RequestEnded
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -87,10 +88,29 @@ class Charge(Protocol):
         ...
 
 
+class Trace(Protocol):
+    """Follows one call from engine to engine, for operators; see traces.py."""
+
+    def started(self, in_flight: InFlightCall, now_s: float) -> None:
+        """An engine is about to get the call. May add headers for the engine."""
+        ...
+
+    def left(self, in_flight: InFlightCall, now_s: float, ended: RequestEnded | None) -> None:
+        """The call has ended on its engine. ended : None: the engine was lost"""
+        ...
+
+
 class InFlightCall:
     """One client call in flight, from its arrival to the scheduler's last word on it."""
 
-    def __init__(self, call: Call, request_id: int, client: Client, charge: Charge | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        request_id: int,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         self.call = call
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
@@ -99,6 +119,7 @@ class InFlightCall:
         self.usage: UsageFilter | None = None  # counts the tokens of a stream
         self.counts: Usage | None = None  # the engine's counts of the whole answer
         self.charge = charge  # None: the call uses no limits, or has been settled
+        self.trace = trace
         self.cut = False  # the answer ran into a limit
         self.forwarding: Forwarding | None = None  # forwards the answer of the engine that runs the call
         self.gone = False  # the client has left

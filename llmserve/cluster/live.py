@@ -20,7 +20,7 @@ from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.charges import Charges
 from llmserve.cluster.fleet import EngineHandle, Fleet, is_expected
-from llmserve.cluster.in_flight import Charge, Client, InFlightCall
+from llmserve.cluster.in_flight import Charge, Client, InFlightCall, Trace
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.learning import Learning
@@ -156,10 +156,12 @@ class LiveCluster:
         """Call the listener with each call that has ended."""
         self._listeners.append(listener)
 
-    def submit(self, call: Call, client: Client, charge: Charge | None = None) -> InFlightCall:
+    def submit(
+        self, call: Call, client: Client, charge: Charge | None = None, trace: Trace | None = None
+    ) -> InFlightCall:
         """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
         self._next_id += 1
-        in_flight = InFlightCall(call, self._next_id, client, charge)
+        in_flight = InFlightCall(call, self._next_id, client, charge, trace)
         if self._closed:  # the body of the request came late
             in_flight.fail(_error_of("draining", None))
             return in_flight
@@ -286,16 +288,9 @@ class LiveCluster:
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)
             if ended is not None:
-                self._tell(in_flight)
+                _tell(self._listeners, in_flight)
         if not self._in_flight:
             self._empty.set()
-
-    def _tell(self, in_flight: InFlightCall) -> None:
-        for listener in self._listeners:
-            try:
-                listener(in_flight)
-            except Exception:  # a failing listener must not stop serving
-                log.exception("a listener of ended calls failed")
 
     # ---- how running requests proceed and end -------------------------------------------------------------------
 
@@ -387,6 +382,14 @@ class _Alarm:
     def _fire(self) -> None:
         self._timer = self._at_s = None
         self._ring()
+
+
+def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlightCall) -> None:
+    for listener in listeners:
+        try:
+            listener(in_flight)
+        except Exception:  # a failing listener must not stop serving
+            log.exception("a listener of ended calls failed")
 
 
 def _log_circuit(action: ReportCircuit) -> None:
