@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import dashboard
 import pytest
 import yaml
+from front import StartFront
+from promtool import PATH as PROMTOOL
 from promtool import needs_promtool, promtool
 from reference_pages import all_metrics
 from test_deploy import image_words, parsed
 
 from llmserve import __version__
+from llmserve.engines.fake import FakeEngine
 
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "monitoring"
 ALERTS = FOLDER / "alerts.yaml"
@@ -168,3 +176,57 @@ def test_the_command_in_the_comment_names_the_file() -> None:
     (command,) = re.findall(r"^#   (docker compose .*)$", (FOLDER / "compose.yaml").read_text(), re.M)
     words = shlex.split(command)
     assert (FOLDER.parents[1] / words[words.index("-f") + 1]).samefile(FOLDER / "compose.yaml")
+
+
+# ---- Prometheus itself ----
+
+
+@pytest.mark.slow
+@needs_promtool
+async def test_prometheus_scrapes_a_server_and_every_query_of_the_dashboard_has_an_answer(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    """What compose.yaml runs, without its containers."""
+    program = Path(str(PROMTOOL)).with_name("prometheus")
+    config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with FakeEngine(step_s=0.001) as engine, AsyncExitStack() as stack:
+        front = await start_front(engine)
+        (scrape,) = config["scrape_configs"]
+        scrape["static_configs"][0]["targets"] = [front.url.removeprefix("http://")]
+        config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "500ms"}
+        config["rule_files"] = [str(ALERTS)]
+        (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        flags = [f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/data"]
+        process = await asyncio.create_subprocess_exec(
+            program, *flags, f"--web.listen-address={address}", stderr=asyncio.subprocess.DEVNULL
+        )
+        stack.push_async_callback(process.wait)
+        stack.callback(process.terminate)
+
+        async def asked(path: str, **query: str) -> Any:
+            async with front.session.get(f"http://{address}/api/v1/{path}", params=query) as response:
+                return (await response.json())["data"]
+
+        async def served() -> list[Any]:
+            async with front.post(stream=True, max_tokens=3) as response:
+                await response.read()
+            with contextlib.suppress(aiohttp.ClientError):
+                return list((await asked("query", query="increase(llmserve_requests_total[5s]) > 0"))["result"])
+            return []
+
+        async with asyncio.timeout(60):
+            while not await served():  # noqa: ASYNC110 (Prometheus tells nobody)
+                await asyncio.sleep(0.1)
+        queries = [query.replace("$__rate_interval", "5s").replace("$job", "llmserve") for query in expressions()]
+        answers = {query: (await asked("query", query=query))["result"] for query in queries}
+        rules = [rule for group in (await asked("rules"))["groups"] for rule in group["rules"]]
+    assert [rule["lastError"] for rule in rules if rule.get("lastError")] == []
+    answered = [query for query, result in answers.items() if result]
+    first_row = [query for panel in dashboard.rows()["What users notice"] for query in panel.queries]
+    assert len(answered) > 25
+    assert {query.metric for query in first_row} - {name for query in answered for name in series_in(query)} == {
+        "llmserve_rejections_total"  # nothing was refused
+    }
