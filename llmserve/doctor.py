@@ -15,21 +15,19 @@ import logging
 import os
 import textwrap
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
+from llmserve import asking
 from llmserve import config as configuration
 from llmserve.api.key_file import read_keys
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.finding import LEVELS, Finding, Level
 from llmserve.scrape import Scrape
 
-ANSWER_S = 10.0
+NEEDS_KEY = "shows its metrics with a key only: give --admin-key-file FILE, or the address of its --metrics-port"
 WIDTH = 100
 
 
@@ -112,21 +110,8 @@ def of_server(url: str, key_file: Path | None, seconds: float) -> list[Finding]:
 
 def scraped(url: str, key: str | None) -> Scrape:
     """One reading of /metrics. Raises ConfigError for a bad URL or key, and NoAnswer."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ConfigError(f"the URL of the server must begin with http:// or https://, not {url!r}")
-    address = url.rstrip("/").removesuffix("/v1") + "/metrics"
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    body = asking.get(url, "/metrics", key, {401: NEEDS_KEY})
     try:
-        with direct.open(request, timeout=ANSWER_S) as response:
-            return Scrape(response.read().decode())
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise ConfigError(
-                f"{address} needs a key: give --admin-key-file FILE, or the address of --metrics-port"
-            ) from error
-        raise NoAnswer(f"{address} answers with status {error.code}") from error
-    except UnicodeDecodeError as error:
-        raise NoAnswer(f"{address} answers with no text") from error
-    except (OSError, ValueError) as error:  # a URLError is an OSError
-        raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+        return Scrape(body.decode())
+    except ValueError as error:
+        raise NoAnswer(f"{url} has no metrics, but {body[:40]!r}") from error
