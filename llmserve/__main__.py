@@ -33,6 +33,7 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "train": "train a predictor of answer lengths",
     "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
+    "doctor": "say what is wrong or slow in a running server or a configuration",
     "queue": "show who waits in a running server, and for how long",
     "batch": "run a file of requests, or show and cancel the batches of a server",
 }
@@ -40,6 +41,7 @@ USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
     "queue": "URL --admin-key-file FILE [--json]",
     "batch": "run INPUT OUTPUT --engine URL | list | show ID | cancel ID --url URL",
+    "doctor": "--url URL | --config FILE [options]",
     "evaluate": "[PREDICTOR | --online] [options]",
 }  # else: [options]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bins.dispatch import DispatchPlan, Observed
+from llmserve import __version__
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
@@ -49,6 +51,10 @@ class Gauges:
         yield edges
         formed = {model: len(queues.formed) for model, queues in models.items()} or {"": 0}
         yield _by_model("llmserve_formed_requests", "Requests in formed batches", formed)
+        yield from self._engines()
+        yield from self._prediction()
+
+    def _engines(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
         running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
         slots = GaugeMetricFamily("llmserve_engine_slots", "Requests that the engine runs at once", labels=["engine"])
@@ -58,14 +64,32 @@ class Gauges:
         open_ = GaugeMetricFamily(
             "llmserve_engine_circuit_open", "1 while a failing engine gets no requests, or one trial", labels=["engine"]
         )
-        for name, state in sorted(scheduler.engines.items()):
+        slots_known = GaugeMetricFamily(
+            "llmserve_engine_slots_known", "0 while the engine's number of slots is a guess", labels=["engine"]
+        )
+        load_known = GaugeMetricFamily(
+            "llmserve_engine_load_known",
+            "1 when the engine's own metrics (vLLM's) say how many requests run and wait in it",
+            labels=["engine"],
+        )
+        pace = GaugeMetricFamily(
+            "llmserve_engine_pace_ratio",
+            "Measured over profiled durations of the engine's batches, with --profile",
+            labels=["engine", "model"],
+        )
+        for name, state in sorted(self._cluster.scheduler.engines.items()):
             ready.add_metric([name], float(state.ready))
             running.add_metric([name], len(state.running))
             slots.add_metric([name], state.info.slots)
             tokens.add_metric([name], state.total_tokens)
             open_.add_metric([name], float(not state.circuit.closed))
-        yield from (ready, running, slots, tokens, open_)
-        yield from self._prediction()
+            for model, measured in sorted(state.paces.items()):
+                pace.add_metric([name, model], measured.value)
+        for name, handle in sorted(self._cluster.fleet.handles.items()):
+            if handle.seen:
+                slots_known.add_metric([name], float(handle.slots_found))
+                load_known.add_metric([name], float(handle.load_known))
+        yield from (ready, running, slots, tokens, open_, slots_known, load_known, pace)
 
     def _prediction(self) -> Iterator[Metric]:
         """Yield the accuracy of predictions over the scheduler's window."""
@@ -104,6 +128,15 @@ class Gauges:
         yield CounterMetricFamily(
             "llmserve_prediction_learnt_answers", "Answers learnt since the start", value=self._cluster.lengths.learnt
         )
+
+
+class BuildInfo:
+    """The versions of llmserve and of Python."""
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily("llmserve_build_info", "1, with the versions", labels=["python", "version"])
+        info.add_metric([platform.python_version(), __version__], 1.0)
+        yield info
 
 
 class StateGauges:
@@ -173,9 +206,14 @@ class OrderGauges:
         self._settings = order_settings(tuned(self._configured, event.settings))
         self._changes += 1
 
+    @property
+    def order(self) -> str:
+        """The order in force, in words."""
+        return named(self._settings)
+
     def collect(self) -> Iterator[Metric]:
         order = GaugeMetricFamily("llmserve_order", "1 for the order in force", labels=["settings"])
-        order.add_metric([named(self._settings)], 1.0)
+        order.add_metric([self.order], 1.0)
         yield order
         yield CounterMetricFamily("llmserve_order_changes", "Changes of the order by --tune", value=self._changes)
 

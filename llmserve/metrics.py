@@ -10,15 +10,26 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.counted import Families
 from llmserve.energy import EnergyMeter, meter_of_all
-from llmserve.gauges import Connections, DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
+from llmserve.gauges import (
+    BuildInfo,
+    Connections,
+    DispatchGauges,
+    EnergyGauges,
+    Gauges,
+    OrderGauges,
+    ServerGauges,
+    StateGauges,
+)
 from llmserve.request import Batch, Request
+from llmserve.run_metrics import SECONDS, RunMetrics, RunOutcome
 from llmserve.scheduling.messages import (
     BatchEnded,
     DispatchSolved,
@@ -35,8 +46,7 @@ from llmserve.scheduling.messages import (
     Tuned,
 )
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 BATCHES_STORED = 1_000  # that start in parts; all parts of a batch start before so many others have begun to
 Outcome = Literal["completed", "failed", "cancelled", "rejected"]
@@ -75,18 +85,11 @@ class Metrics:
         self._rejected = families.counters(
             "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"]
         )
-        self._tokens = families.counters("llmserve_output_tokens", "Output tokens generated").of()
         self._lost = families.counters("llmserve_engine_losses", "Times an engine was lost", ["engine"])
         self._batches = families.counters("llmserve_batches", "Formed batches that began to run").of()
         self._in_parts: dict[int, None] = {}  # ids of the last batches that start in parts
         self._fill = families.histograms(
             "llmserve_batch_fill", "Requests of a formed batch over the batch size", FILL
-        ).of()
-        self._waiting = families.histograms(
-            "llmserve_waiting_seconds", "From arrival to start on an engine", SECONDS
-        ).of()
-        self._latency = families.histograms(
-            "llmserve_latency_seconds", "From arrival to the end of the answer", SECONDS
         ).of()
         self._predicted = families.histograms("llmserve_predicted_tokens", "Predicted output tokens", TOKENS).of()
         self._revised = families.counters("llmserve_revised_forecasts", "Later forecasts for waiting requests").of()
@@ -97,15 +100,24 @@ class Metrics:
             RATIO,
         ).of()
         self._streams = _Streams(families)
+        self._runs = RunMetrics(families)
         self._energy = EnergyGauges(cluster, meters)
         self._dispatch = DispatchGauges(cluster, energy_known)
         self._order = OrderGauges(cluster)
-        for collector in (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch, self._order):
+        gauges = (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch, self._order, BuildInfo())
+        for collector in gauges:
             registry.register(collector)
+        ProcessCollector(registry=registry)
         cluster.journal.listen(self.observe)
+        cluster.listen(self.observe_call)
 
     def follow_server(self, server: Connections) -> None:
         self.registry.register(ServerGauges(server))
+
+    @property
+    def order(self) -> str:
+        """The order in force, in words."""
+        return self._order.order
 
     def render(self) -> bytes:
         return self.families.text().encode() + generate_latest(self.registry)
@@ -114,6 +126,10 @@ class Metrics:
         """Count a request that the HTTP layer refused before the scheduler got it."""
         self._rejected.of(reason).inc()
 
+    def observe_call(self, call: InFlightCall) -> None:
+        """Count what the journal does not know of a call that has ended: times of tokens, and the engine's counts."""
+        self._runs.answered(call)
+
     def observe(self, step: Step) -> None:
         event = step.event
         if type(event) is RequestArrived:
@@ -121,27 +137,29 @@ class Metrics:
             if event.request.predicted_tokens is not None and event.request.choices:
                 self._predicted.observe(event.request.predicted_tokens)
         elif type(event) is RequestEnded:
-            if event.no_socket:
-                self._rejected.of("no_socket").inc()
-                self._end(event.request_id, "failed", 0, step.now_s)
-            elif not self._may_run_again(event):
-                self._end(event.request_id, event.outcome, event.output_tokens, step.now_s)
+            self._request_ended(event, step.now_s)
         elif type(event) is BatchEnded:
             for request_id, tokens in event.output_tokens.items():
-                self._end(request_id, "completed", tokens, step.now_s)
+                self._run_ended(request_id, event.engine, "completed")
+                self._end(request_id, "completed", tokens, step.now_s, event.engine)
         elif type(event) is RequestCancelled:
+            open_request = self._open.get(event.request_id)
+            if open_request is not None and open_request.engine is not None:
+                self._run_ended(event.request_id, open_request.engine, "cancelled")
             self._end(event.request_id, "cancelled", 0, step.now_s)
         elif type(event) is ForecastsRevised:
             self._revised.inc(len(event.revisions))
-        elif type(event) is EngineLost and not event.planned:
-            self._lost.of(event.engine).inc()
+        elif type(event) is EngineLost:
+            self._engine_lost(event)
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
         elif type(event) is Tuned:
             self._order.follow(event)
         elif type(event) is EngineReady:  # the engine may list other models than before
-            self._streams.keep(set(self._cluster.fleet.queues))
-            self._dispatch.keep(set(self._cluster.fleet.queues))
+            queues = set(self._cluster.fleet.queues)
+            self._streams.keep(queues)
+            self._runs.keep(queues, self._cluster.fleet.handles)
+            self._dispatch.keep(queues)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)
@@ -161,7 +179,8 @@ class Metrics:
             self._fill.observe(batch.size / self._batch_size)
         for request in batch.requests:
             if (open_request := self._open.get(request.id)) is not None:
-                self._waiting.observe(now_s - open_request.arrived_at_s)
+                self._runs.of(request.model, action.engine).waiting.observe(now_s - open_request.arrived_at_s)
+                open_request.engine = action.engine
                 open_request.started_at_s, open_request.is_stopping = now_s, False
                 open_request.batch_id = batch.id
                 open_request.predicted_tokens = request.predicted_tokens
@@ -174,6 +193,33 @@ class Metrics:
         if stopped:
             started_at_s = min([open_request.started_at_s for open_request in stopped])
             self._streams.preempt_batch(stopped[0].request.model, now_s - started_at_s)
+
+    def _request_ended(self, event: RequestEnded, now_s: float) -> None:
+        open_request = self._open.get(event.request_id)
+        outcome: RunOutcome = "fault" if event.fault else event.outcome
+        if outcome == "cancelled" and open_request is not None and open_request.is_stopping:
+            outcome = "preempted"
+        self._run_ended(event.request_id, event.engine, outcome)
+        if event.no_socket:
+            self._rejected.of("no_socket").inc()
+            self._end(event.request_id, "failed", 0, now_s)
+        elif not self._may_run_again(event):
+            self._end(event.request_id, event.outcome, event.output_tokens, now_s, event.engine)
+
+    def _run_ended(self, request_id: int, engine: str, outcome: RunOutcome) -> None:
+        """Count the end of a run, unless it was counted when its client left or its engine was lost."""
+        open_request = self._open.get(request_id)
+        if open_request is None or open_request.engine != engine:
+            return
+        self._runs.of(open_request.request.model, engine).end(outcome, retry=open_request.is_retry)
+        open_request.engine = None
+        open_request.is_retry = open_request.is_retry or outcome in ("fault", "lost")
+
+    def _engine_lost(self, event: EngineLost) -> None:
+        if not event.planned:
+            self._lost.of(event.engine).inc()
+        for request_id in [id_ for id_, request in self._open.items() if request.engine == event.engine]:
+            self._run_ended(request_id, event.engine, "lost")
 
     def _may_run_again(self, event: RequestEnded) -> bool:
         """Whether the scheduler may retry the request: it failed before its first byte, or its batch was preempted.
@@ -200,7 +246,8 @@ class Metrics:
             del self._in_parts[next(iter(self._in_parts))]
         return True
 
-    def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float) -> None:
+    def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float, engine: str = "") -> None:
+        """Count the end of a request. engine : that completed it"""
         open_request = self._open.pop(request_id, None)
         if open_request is None:
             return
@@ -210,11 +257,12 @@ class Metrics:
         stream.end(request, outcome, now_s)
         if outcome != "completed":
             return
-        self._latency.observe(latency_s)
+        runs = self._runs.of(request.model, engine)
+        runs.latency.observe(latency_s)
         stream.latency.observe(latency_s)
         self._energy.completed(tokens * request.choices)
         if tokens:
-            self._tokens.inc(tokens * request.choices)
+            runs.output_tokens.inc(tokens * request.choices)
             stream.tokens.inc(tokens * request.choices)
             self._actual.observe(tokens)
             if open_request.predicted_tokens is not None:
@@ -222,11 +270,18 @@ class Metrics:
 
 
 class _Open:
-    """A request that has not ended. predicted_tokens, batch_id: of its last start.  is_stopping: its batch was
-    preempted, and the request has not restarted yet.
+    """A request that has not ended.
+
+    predicted_tokens, batch_id  of its last start
+    engine       that runs it; None: it waits
+    is_stopping  its batch was preempted, and the request has not restarted yet
+    is_retry     an engine has failed it, or was lost with it
     """
 
-    __slots__ = ("arrived_at_s", "batch_id", "is_stopping", "predicted_tokens", "request", "started_at_s")
+    __slots__ = (
+        *("arrived_at_s", "batch_id", "engine", "is_retry", "is_stopping"),
+        *("predicted_tokens", "request", "started_at_s"),
+    )
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
         self.request = request
@@ -234,7 +289,8 @@ class _Open:
         self.predicted_tokens = request.predicted_tokens
         self.started_at_s = 0.0
         self.batch_id: int | None = None
-        self.is_stopping = False
+        self.engine: str | None = None
+        self.is_stopping = self.is_retry = False
 
 
 # ---- by model and stream ------------------------------------------------------------------------------------------

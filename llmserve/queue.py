@@ -8,20 +8,21 @@ The server needs the same --admin-key-file. A share is whoever --fair-by names: 
 from __future__ import annotations
 
 import argparse
-import urllib.error
-import urllib.request
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from llmserve import asking
 from llmserve.api.key_file import read_keys
 from llmserve.cluster.places import WaitingRow
-from llmserve.errors import ConfigError, NoAnswer
+from llmserve.errors import NoAnswer
 
-ANSWER_S = 10.0
+REFUSALS = {
+    401: "refuses the first key of --admin-key-file",
+    404: "has no /admin/queue: start it with --admin-key-file FILE",
+}
 
 
 class Waiting(msgspec.Struct):
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    body = ask(args.url, next(iter(read_keys(args.admin_key_file).values())))
+    body = asking.get(args.url, "/admin/queue", next(iter(read_keys(args.admin_key_file).values())), REFUSALS)
     if args.json:
         print(body.decode())
         return 0
@@ -52,26 +53,6 @@ def main(args: argparse.Namespace) -> int:
         Console().print(table_of(waiting))
     print(f"{waiting.waiting} requests wait")
     return 0
-
-
-def ask(url: str, key: str) -> bytes:
-    """The body of /admin/queue. Raises ConfigError for a bad URL or key, and NoAnswer."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ConfigError(f"the URL of the server must begin with http:// or https://, not {url!r}")
-    address = url.rstrip("/").removesuffix("/v1") + "/admin/queue"
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(request, timeout=ANSWER_S) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise ConfigError(f"{url} refuses the first key of --admin-key-file") from error
-        if error.code == 404:
-            raise ConfigError(f"{url} has no /admin/queue: start it with --admin-key-file FILE") from error
-        raise NoAnswer(f"{address} answers with status {error.code}") from error
-    except (OSError, ValueError) as error:  # a URLError is an OSError
-        raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 
 
 def table_of(waiting: Waiting) -> Table:

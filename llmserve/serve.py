@@ -23,13 +23,13 @@ import logging
 import os
 import shlex
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
+from llmserve import logs
 from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config, aliases_of
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llmserve.cluster.saving import Saver
     from llmserve.metrics import Metrics
     from llmserve.reload import Reloader
+    from llmserve.traces import Traces
     from llmserve.usage import KeyUsage
 
 log = logging.getLogger("llmserve")
@@ -66,8 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if args.show_config:
         print(config.shown(origin))
         return 0
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logs.configure(config.server.log_level, config.server.log_format)
     _allow_many_sockets()
     with contextlib.suppress(ImportError):
         import uvloop
@@ -155,6 +155,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     Raises LLMServeError when the server cannot start.
     """
     from llmserve import state_file
+    from llmserve.api import access_log
     from llmserve.api.app import App
     from llmserve.api.batches import FILES, BatchEndpoints
     from llmserve.api.cors import Cors
@@ -184,6 +185,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
         jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
+        traces = _traces(config, cluster, metrics)
         app = App(
             cluster,
             metrics,
@@ -195,6 +197,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             aliases_of(config.engines.alias),
             BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None,
             metrics.meter_of_all,
+            traces,
         )
         limits = DoorLimits(
             config.limits.body_bytes_max,
@@ -208,7 +211,14 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
             await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
             log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
-        metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
+        door = await stack.enter_async_context(accepting(app, listener, limits))
+        metrics.follow_server(door)
+        if traces is not None:
+            stack.push_async_callback(traces.close)
+            door.followers.append(traces.ended)
+        if server.access_log:
+            access_log.enable()
+            door.followers.append(access_log.write)
         stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()
         if jobs is not None:
@@ -217,6 +227,15 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)
+
+
+def _traces(config: Config, cluster: LiveCluster, metrics: Metrics) -> Traces | None:
+    """What traces requests; None: nothing does, and OpenTelemetry is not imported."""
+    if not config.server.traces_sample:
+        return None
+    from llmserve.traces import Traces, otlp
+
+    return Traces(config.server.traces_sample, lambda: metrics.order, cluster.now_s, otlp())
 
 
 async def _counted(

@@ -13,6 +13,7 @@ from llmserve.config import shown
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.logs import LogFormat
 from llmserve.policies import SchedulingConfig
 
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
@@ -70,6 +71,25 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
+    log_format: Annotated[
+        LogFormat, Meta(description="lines of the log on standard error: text, or a JSON object each")
+    ] = "text"
+    traces_sample: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of the requests whose spans are sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT; the flag "
+            "of a client's `traceparent` decides for its request. 0: no request is traced. Needs the extra `traces`",
+        ),
+    ] = 0.0
+    access_log: Annotated[
+        bool,
+        Meta(
+            description="log each request when it ends: status, milliseconds, request id, key, model, engine, tokens; "
+            "never a prompt, an answer or a key's value"
+        ),
+    ] = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,8 @@ def checked(config: Config) -> Config:
     config = msgspec.structs.replace(config, scheduling=scheduling)
     if config.tuning.tune != "off":
         _check_tuning(config, scheduling)
+    if config.server.traces_sample:
+        need("traces", "opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", why="traces_sample")
     if engines.replan_every_s is not None:
         need("plan", "scipy", why="replan_every_s")
     if engines.plan is not None:

@@ -326,6 +326,7 @@ def test_the_import_rules_hold() -> None:
             *("bins", "llmserve.request", "llmserve.errors", "llmserve.extras", "llmserve.headers"),
         },
         "llmserve.cluster": {
+            "llmserve.logs",
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
             *("llmserve.policies", "llmserve.private_file", "llmserve.settings", "predictor.prompt"),
         },
@@ -345,9 +346,11 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.request",
                 "llmserve.errors",
                 "llmserve.headers",
+                "llmserve.logs",
                 "llmserve.metrics",
                 "llmserve.private_file",
                 "llmserve.spelling",
+                "llmserve.traces",
                 "predictor.prompt",
             ),
         },
@@ -358,7 +361,7 @@ def test_the_import_rules_hold() -> None:
         "llmserve.deadline_settings": {"llmserve.errors"},
         "llmserve.settings": {
             *("llmserve.config", "llmserve.deadline_settings", "llmserve.dispatch_config", "llmserve.errors"),
-            "llmserve.policies",
+            *("llmserve.logs", "llmserve.policies"),
         },
         "llmserve.herd": {"llmserve.errors", "llmserve.extras", "llmserve.spelling"},
         "llmserve.energy": {
@@ -366,9 +369,13 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.metrics": {
             *("llmserve.cluster", "llmserve.energy", "llmserve.gauges", "llmserve.request", "llmserve.scheduling"),
-            "llmserve.counted",
+            *("llmserve.counted", "llmserve.run_metrics"),
         },
-        "llmserve.gauges": {"bins", "llmserve.cluster", "llmserve.energy", "llmserve.policies", "llmserve.scheduling"},
+        "llmserve.run_metrics": {"llmserve.cluster", "llmserve.counted"},
+        "llmserve.logs": {"llmserve.cluster"},
+        "llmserve.gauges": {
+            *("bins", "llmserve", "llmserve.cluster", "llmserve.energy", "llmserve.policies", "llmserve.scheduling"),
+        },
         "llmserve.twin": {
             *("bins", "llmserve.cluster", "llmserve.errors", "llmserve.policies", "llmserve.request"),
             *("llmserve.scheduling", "llmserve.simulation"),

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import FastAPI
 from msgspec.structs import replace
@@ -41,7 +41,7 @@ from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.fitting import check_fits
-from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
 from llmserve.cluster.watch import Watch
@@ -60,6 +60,9 @@ from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_
 from llmserve.metrics import Metrics
 from llmserve.request import Call
 from llmserve.settings import ApiConfig
+
+if TYPE_CHECKING:
+    from llmserve.traces import Traces
 
 log = logging.getLogger("llmserve")
 
@@ -81,7 +84,7 @@ class App:
     than all of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
     reload: reads keys, limits and engines again.  cors : pages of which origins may call.
     aliases: the models behind other names, see aliases.py.  meter : of all engines' energy; None: none is known
-    batches: of files and batch jobs; None: there is no place for them
+    batches: of files and batch jobs; None: there is no place for them.  traces : None: no request is traced
     """
 
     def __init__(
@@ -96,11 +99,12 @@ class App:
         aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         batches: BatchEndpoints | None = None,
         meter: EnergyMeter | None = None,
+        traces: Traces | None = None,
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)
         self._cors = cors or None
         self._batches = batches or NoBatches()
-        self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases)
+        self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases, traces)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         page = PageEndpoints(Watch(cluster, meter), None if not keys.required else () if admin is None else (admin,))
@@ -186,7 +190,7 @@ def authorization_of(headers: Mapping[str, str]) -> str | None:
 
 def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
     """Return x-request-id: the client's, if sent."""
-    return b"x-request-id", (dict(call.headers).get("x-request-id") or f"llmserve-{request_id}").encode()
+    return b"x-request-id", request_name(request_id, call).encode()
 
 
 class _Endpoints:
@@ -197,8 +201,10 @@ class _Endpoints:
         key_limits: KeyLimits,
         config: ApiConfig,
         aliases: Mapping[str, tuple[str, ...]],
+        traces: Traces | None,
     ) -> None:
         self._cluster = cluster
+        self._traces = traces
         self._metrics = metrics
         self._key_limits = key_limits
         self._config = config
@@ -253,7 +259,9 @@ class _Endpoints:
         if call.form is not COMPLETION:
             call = self._cluster.routes.routed(call)
         answer = _Answer(call, exchange, account)
-        in_flight = self._cluster.submit(call, answer, account.charge(call.model))
+        trace = self._traces.begin(call, exchange) if self._traces is not None else None
+        in_flight = self._cluster.submit(call, answer, account.charge(call.model), trace)
+        exchange.follow(in_flight)
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)
             if call.stream:
@@ -327,7 +335,8 @@ class _Endpoints:
         """Count a refusal. An error that is not meant for clients is logged, and becomes one that is."""
         if not isinstance(error, RequestError):
             path = request.path if isinstance(request, Exchange) else request.url.path
-            log.error("%s %s failed", request.method, path, exc_info=error)
+            key = {"key": request.key} if isinstance(request, Exchange) and request.key else {}
+            log.error("%s %s failed", request.method, path, exc_info=error, extra={"fields": key})
             error = RequestError("the front-end failed on this request", code="internal_error")
         self._metrics.refused(error.code or error.type)
         return error

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmserve.api.connection import Connection
     from llmserve.api.endpoints import Endpoint
     from llmserve.api.uploads import Upload
+    from llmserve.cluster.in_flight import InFlightCall
 
 Headers = Iterable[tuple[bytes, bytes]]
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -29,12 +30,16 @@ class Exchange:
     on_gone called when the client has gone before the answer's end
     on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
     upload      takes the body as it arrives; None: the body is kept in memory
+    in_flight   the call that answers the request, while the server has followers (listening.py)
+    status      of the answer; 0: none was given
+    written     bytes of the answer, when it has ended
     """
 
     __slots__ = (
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
         *("on_silence", "endpoint", "common_headers", "upload"),
         *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
+        *("began_s", "in_flight", "seconds", "status", "written"),
     )
 
     def __init__(self, connection: Connection) -> None:
@@ -59,6 +64,11 @@ class Exchange:
         self._head = b""
         self._chunked = False
         self.ended = False
+        self.in_flight: InFlightCall | None = None
+        self.status = 0
+        self.began_s = connection.server.now_s()
+        self.seconds = 0.0  # from the first byte of the request to the last of the answer
+        self.written = 0
 
     # ---- the request ----
 
@@ -77,6 +87,11 @@ class Exchange:
     def address(self) -> str:
         """The client's address, without its port."""
         return self.peer.rpartition(":")[0]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first byte of the request."""
+        return self._connection.server.now_s() - self.began_s
 
     # ---- the answer ----
 
@@ -110,7 +125,8 @@ class Exchange:
         elif self.old:
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
-        self._head, self.started = b"".join(lines), True
+        self._head, self.started, self.status = b"".join(lines), True, status
+        self.written = -self._connection.written
 
     def write(self, data: bytes) -> None:
         if self.method == "HEAD" or not data:
@@ -139,6 +155,7 @@ class Exchange:
     def refuse(self, error: RequestError) -> None:
         """Answer with the error. Without effect on an answer that has begun."""
         if not self.started:
+            self.error = error
             self.respond(*error_parts(error, self.endpoint))
 
     def gone(self) -> None:
@@ -157,3 +174,13 @@ class Exchange:
             on_end, self.on_end = self.on_end, None
             if on_end is not None:
                 on_end()
+            server = self._connection.server
+            if server.followers:
+                self.seconds = self.age_s
+                self.written += self._connection.written if self.started else 0
+                server.ended(self)
+
+    def follow(self, in_flight: InFlightCall) -> None:
+        """Note the call that answers the request, for those who follow the server."""
+        if self._connection.server.followers:
+            self.in_flight = in_flight

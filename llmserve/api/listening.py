@@ -9,7 +9,7 @@ import logging
 import math
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ class Server:
     system's queue until a connection ends.
     cut         connections that the server closed, by reason
     body_bytes  of all requests in memory
+    followers   called with each request that has ended
     """
 
     def __init__(self, handler: Handler, listener: socket.socket, limits: DoorLimits) -> None:
@@ -109,6 +110,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.cut: Counter[str] = Counter()
         self.body_bytes = 0
+        self.followers: list[Callable[[Exchange], None]] = []
         self.closing = False
         self.date = http_date()
         self.connections_max = limits.connections_max or _connections_max()
@@ -130,6 +132,15 @@ class Server:
 
     def now_s(self) -> float:
         return self._loop.time()
+
+    def ended(self, exchange: Exchange) -> None:
+        """Tell the followers of a request that has ended. Later: the call of one refused at once is not known yet."""
+        self._loop.call_soon(self._tell, exchange)
+
+    def _tell(self, exchange: Exchange) -> None:
+        for follower in self.followers:
+            follower(exchange)
+        exchange.in_flight = None  # the call knows the exchange, too: a cycle would stay until a full collection
 
     # ---- connections ----
 

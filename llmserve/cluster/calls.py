@@ -20,6 +20,7 @@ from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import EngineFailed, RequestError, Unavailable
+from llmserve.logs import about
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -47,6 +48,7 @@ class RunningCalls:
     on_named       called when an answer has got an id, by which clients may ask for it again
     on_began       called when a client gets the first byte of its answer
     on_ended       called with how a call ended on its engine, unless the call was abandoned
+    now_s          the cluster's clock
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class RunningCalls:
         on_named: Callable[[InFlightCall, str], None],
         on_began: Callable[[InFlightCall], None],
         on_ended: Callable[[InFlightCall, RequestEnded], None],
+        now_s: Callable[[], float],
     ) -> None:
         self.suspect = suspect
         self.no_endpoint, self.on_named, self.on_began = no_endpoint, on_named, on_began
+        self.now_s = now_s
         self._prompt_tokens = prompt_tokens
         self._on_ended = on_ended
         self._closed = False
@@ -75,8 +79,11 @@ class RunningCalls:
             predicted_tokens=in_flight.request.predicted_tokens if in_flight.call.choices else None,
         )
         in_flight.stopping = False
+        in_flight.attempts += 1
         if in_flight.charge is not None:
             in_flight.charge.started()
+        if in_flight.trace is not None:
+            in_flight.trace.started(in_flight, now_s)
         handle.add(in_flight)
         in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
 
@@ -98,6 +105,8 @@ class RunningCalls:
             forwarding, in_flight.forwarding = in_flight.forwarding, None
             if forwarding is not None:
                 forwarding.close()
+            if in_flight.trace is not None:
+                in_flight.trace.left(in_flight, self.now_s(), None)
         return lost_calls
 
     async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
@@ -114,6 +123,8 @@ class RunningCalls:
             return  # the call was abandoned: the scheduler has settled its request with EngineLost
         in_flight.forwarding = None
         handle.remove(in_flight)
+        if in_flight.trace is not None:
+            in_flight.trace.left(in_flight, self.now_s(), ended)
         self._on_ended(in_flight, ended)
 
     def learn_prompt(self, call: Call, tokens: int | None) -> None:
@@ -233,6 +244,7 @@ class Forwarding:
                         self._named = True
                         self._calls.on_named(in_flight, usage.response_id)
                     if not in_flight.answered:
+                        in_flight.first_at_s = self._calls.now_s()
                         self._begin(None)
                     in_flight.feed(forwarded)
                     if in_flight.paused:
@@ -250,8 +262,9 @@ class Forwarding:
             self._begin(None)
         if rest := usage.flush():
             in_flight.feed(rest)
-        in_flight.close()
+        in_flight.last_at_s = self._calls.now_s()
         in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
+        in_flight.close()
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
         return usage.output_tokens
 
@@ -300,7 +313,7 @@ class Forwarding:
 
     def _broken(self, error: Exception) -> RequestEnded:
         """An error of this program."""
-        log.error("serving request %d failed", self.in_flight.request.id, exc_info=error)
+        log.error("serving a request failed", exc_info=error, extra=about(self.in_flight))
         self.in_flight.fail(EngineFailed("the front-end failed while serving this request"))
         return RequestEnded(*self._request, "failed")
 
@@ -316,10 +329,11 @@ class Forwarding:
     async def _failure(self, error: EngineError) -> RequestEnded:
         handle, in_flight = self.handle, self.in_flight
         if error.local:  # no other engine can be reached either, and this one is not to blame
-            log.warning("%s", error)
+            log.warning("%s", error, extra=about(in_flight))
             in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
             return RequestEnded(*self._request, "cancelled", no_socket=True)
-        log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
+        level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
+        log.log(level, "%s", error, extra=about(in_flight))
         await self._calls.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
         failure = EngineFailed(str(error), code=error.code)
         if in_flight.answered:

@@ -69,6 +69,7 @@ class EngineHandle:
         self.closed = False  # the last event about the engine was EngineClosed
         self.probes_failed = 0
         self.slots_found = True  # `info` has all slots of the engine
+        self.load_known = True  # the engine's metrics can be read
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
         self.restart: asyncio.Task[None] | None = None
@@ -343,7 +344,7 @@ class Fleet:
     def _update(self, handle: EngineHandle, health: Health) -> None:
         """Bring the handle up to date after a successful probe, and notify the scheduler of changes."""
         handle.probes_failed, handle.trouble = 0, ""
-        handle.slots_found = health.slots_found
+        handle.slots_found, handle.load_known = health.slots_found, health.load_known
         came_up, handle.up, handle.seen = not handle.up, True, True
         models = {model.id: model for model in health.models if self._is_served(model.id)}
         if came_up or models != handle.models:

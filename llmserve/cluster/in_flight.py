@@ -14,6 +14,7 @@ from llmserve.request import Call, Request
 if TYPE_CHECKING:
     from llmserve.cluster.answer_forms import StreamReader
     from llmserve.cluster.calls import Forwarding
+    from llmserve.scheduling.messages import RequestEnded
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -33,6 +34,11 @@ class Receipt(msgspec.Struct, frozen=True):
         if self.predicted_tokens is not None:
             fields["predicted_tokens"] = round(self.predicted_tokens)
         return fields
+
+
+def request_name(request_id: int, call: Call) -> str:
+    """The x-request-id of the answer: the client's, if sent."""
+    return dict(call.headers).get("x-request-id") or f"llmserve-{request_id}"
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -89,10 +95,29 @@ class Charge(Protocol):
         ...
 
 
+class Trace(Protocol):
+    """Follows one call from engine to engine, for operators; see traces.py."""
+
+    def started(self, in_flight: InFlightCall, now_s: float) -> None:
+        """An engine is about to get the call. May add headers for the engine."""
+        ...
+
+    def left(self, in_flight: InFlightCall, now_s: float, ended: RequestEnded | None) -> None:
+        """The call has ended on its engine. ended : None: the engine was lost"""
+        ...
+
+
 class InFlightCall:
     """One client call in flight, from its arrival to the scheduler's last word on it."""
 
-    def __init__(self, call: Call, request_id: int, client: Client, charge: Charge | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        request_id: int,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         self.call = call
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
@@ -101,20 +126,38 @@ class InFlightCall:
         self.usage: StreamReader | None = None  # counts the tokens of a stream
         self.counts: Usage | None = None  # the engine's counts of the whole answer
         self.charge = charge  # None: the call uses no limits, or has been settled
+        self.trace = trace
         self.cut = False  # the answer ran into a limit
         self.forwarding: Forwarding | None = None  # forwards the answer of the engine that runs the call
         self.gone = False  # the client has left
         self.answered = False  # the client has received bytes
         self.complete = False  # the client has the whole answer, or was told of a failure
         self.stopping = False  # the call is being stopped by a preemption: the call may start again
+        self.attempts = 0  # starts on engines, so far
         self.preemptions = 0
+        self.error = ""  # code of the failure that the client was told of
+        self.first_at_s: float | None = None  # when the first event of a stream was forwarded
+        self.last_at_s: float | None = None  # when the last event of a complete stream was
         self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
         self._client = client
+
+    @property
+    def name(self) -> str:
+        """The request in the log, and for its client."""
+        return request_name(self.request.id, self.call)
 
     @property
     def streamed_tokens(self) -> int:
         """Tokens of the stream so far, of all its choices."""
         return self.usage.output_tokens if self.usage is not None else 0
+
+    @property
+    def seconds_between_tokens(self) -> float | None:
+        """Mean time between two tokens of a complete stream; None: there are not two."""
+        if self.first_at_s is None or self.last_at_s is None:
+            return None
+        steps = self.streamed_tokens / self.call.choices - 1.0
+        return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
 
     def begin(self, head: Head) -> None:
         """Give the client the head of the answer, and the body if the head has one."""
@@ -122,6 +165,8 @@ class InFlightCall:
         if self.complete or self.gone:
             return
         self.complete = head.body is not None
+        if head.status >= 400:
+            self.error = f"engine_status_{head.status}"
         self._client.begin(head)
 
     def feed(self, chunk: bytes) -> None:
@@ -148,4 +193,5 @@ class InFlightCall:
         """Tell the client of a failure, unless the whole answer was given."""
         if not (self.complete or self.gone):
             self.complete = True
+            self.error = error.code or error.type
             self._client.fail(error, self.receipt)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from llmserve.cluster.answer_lengths import Taught
 from llmserve.cluster.in_flight import InFlightCall
+from llmserve.logs import about
 
 # Some 200 answers a second, more than a large model gives on one GPU, are all learnt in these shares.
 TEMPLATES_SHARE = 0.01
@@ -111,7 +112,7 @@ class Learning:
             if self._learn(in_flight, output_tokens, taught):
                 self._learnt()
         except Exception:  # the request has ended, whether or not its length was learnt
-            log.exception("the length of request %d was not learnt", in_flight.request.id)
+            log.exception("a length was not learnt", extra=about(in_flight))
         if taught != "nothing":
             sample = self._words if taught == "words" else self._templates
             sample.took(self._clock() - began_s)

@@ -20,7 +20,7 @@ from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.charges import Charges
 from llmserve.cluster.fleet import EngineHandle, Fleet, is_expected
-from llmserve.cluster.in_flight import Charge, Client, InFlightCall
+from llmserve.cluster.in_flight import Charge, Client, InFlightCall, Trace
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.learning import Learning
@@ -34,6 +34,7 @@ from llmserve.cluster.routes import Routes
 from llmserve.cluster.solving import Solving
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
+from llmserve.logs import about
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -106,6 +107,7 @@ class LiveCluster:
             on_named=self.routes.note,
             on_began=self._began,
             on_ended=self._ended,
+            now_s=self.now_s,
         )
         self._charges = Charges(lambda: scheduler.models, self.now_s)
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
@@ -116,6 +118,7 @@ class LiveCluster:
         self.places = Places(scheduler, self)
         self._empty = asyncio.Event()
         self._empty.set()
+        self._listeners: list[Callable[[InFlightCall], None]] = []
         self._predicting: set[asyncio.Task[None]] = set()
         self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
 
@@ -157,10 +160,16 @@ class LiveCluster:
     def call(self, request_id: int) -> InFlightCall | None:
         return self._in_flight.get(request_id)
 
-    def submit(self, call: Call, client: Client, charge: Charge | None = None) -> InFlightCall:
+    def listen(self, listener: Callable[[InFlightCall], None]) -> None:
+        """Call the listener with each call that has ended."""
+        self._listeners.append(listener)
+
+    def submit(
+        self, call: Call, client: Client, charge: Charge | None = None, trace: Trace | None = None
+    ) -> InFlightCall:
         """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
         self._next_id += 1
-        in_flight = InFlightCall(call, self._next_id, client, charge)
+        in_flight = InFlightCall(call, self._next_id, client, charge, trace)
         if self._closed:  # the body of the request came late
             in_flight.fail(_error_of("draining", None))
             return in_flight
@@ -180,7 +189,7 @@ class LiveCluster:
         try:
             forecast = await self.lengths.predict(in_flight, self.models.get(in_flight.call.model))
         except Exception:
-            log.exception("the length of request %d was not predicted", in_flight.request.id)
+            log.exception("a length was not predicted", extra=about(in_flight))
             in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
             self._forget(in_flight)
             return
@@ -298,9 +307,11 @@ class LiveCluster:
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
         if not self.scheduler.has(in_flight.request.id):
-            self._in_flight.pop(in_flight.request.id, None)
+            ended = self._in_flight.pop(in_flight.request.id, None)
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)
+            if ended is not None:
+                _tell(self._listeners, in_flight)
         if not self._in_flight:
             self._empty.set()
 
@@ -394,6 +405,14 @@ class _Alarm:
     def _fire(self) -> None:
         self._timer = self._at_s = None
         self._ring()
+
+
+def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlightCall) -> None:
+    for listener in listeners:
+        try:
+            listener(in_flight)
+        except Exception:  # a failing listener must not stop serving
+            log.exception("a listener of ended calls failed")
 
 
 def _log_circuit(action: ReportCircuit) -> None:

@@ -61,6 +61,7 @@ class Health:
     tokens_max   capacity of the engine's KV cache in tokens; None if unknown
     slots_found  the engine has no more slots than `slots`, according to the probes so far
     paths        of the engine's endpoints; None: not listed
+    load_known   the engine's own metrics say how many requests run and wait in it
     """
 
     models: tuple[ServedModel, ...]
@@ -68,6 +69,7 @@ class Health:
     tokens_max: int | None = None
     slots_found: bool = True
     paths: frozenset[str] | None = None
+    load_known: bool = True
 
 
 class Passed(msgspec.Struct, frozen=True):

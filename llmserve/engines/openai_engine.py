@@ -240,9 +240,10 @@ class OpenAIEngine:
             self._tokens_max = load.tokens_max
             if self.slots is not None:
                 self.slots.observe(load)
+        known = load is not None
         if self.slots is None:
-            return Health(served, None, self._tokens_max, paths=self._paths)
-        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, self._paths)
+            return Health(served, None, self._tokens_max, paths=self._paths, load_known=known)
+        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, self._paths, known)
 
     async def _read_paths(self) -> frozenset[str] | None:
         """Read the paths of the server's endpoints from its OpenAPI description; None without one."""

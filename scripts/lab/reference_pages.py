@@ -12,8 +12,10 @@ import argparse
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -95,12 +97,12 @@ def metrics_page() -> str:
         "| metric | kind | labels | |",
         "|---|---|---|---|",
     ]
-    for name, kind, labels, text in sorted(_metrics()):
+    for name, kind, labels, text in sorted(all_metrics()):
         lines.append(f"| `{name}` | {kind} | {', '.join(labels)} | {text} |")
     return "\n".join(lines) + "\n"
 
 
-def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+def all_metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Yield (name, kind, labels, help) of every metric that a server may have."""
     metrics = _server_metrics()
     for counted in metrics.families:
@@ -124,6 +126,7 @@ def _server_metrics() -> Metrics:
     families = Families()
     KeyUsage(lambda: cluster.models, families)
     metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver, families=families)
+    metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
     cluster.scheduler.handle(EngineReady(info), 0.0)
     cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)

@@ -433,10 +433,10 @@ async def test_metrics_count_requests_and_outcomes(start_front: StartFront) -> N
     name = engine.url.removeprefix("http://")
     for line in (
         'llmserve_requests_total{outcome="completed"} 3.0',
-        "llmserve_output_tokens_total 12.0",
+        f'llmserve_output_tokens_total{{engine="{name}",model="fake"}} 12.0',
         'llmserve_rejections_total{reason="model_not_found"} 1.0',
-        "llmserve_latency_seconds_count 3.0",
-        "llmserve_waiting_seconds_count 3.0",
+        f'llmserve_latency_seconds_count{{engine="{name}",model="fake"}} 3.0',
+        f'llmserve_waiting_seconds_count{{engine="{name}",model="fake"}} 3.0',
         "llmserve_actual_tokens_sum 12.0",
         f'llmserve_engine_ready{{engine="{name}"}} 1.0',
         'llmserve_bin_requests{bin="0"} 0.0',

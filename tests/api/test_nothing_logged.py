@@ -9,6 +9,7 @@ import pytest
 from front import StartFront
 
 from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.logs import JsonLines, TextLines
 from llmserve.settings import ServerConfig
 
 SECRETS = ("marzipan", "sk-right-key", "sk-wrong-key")
@@ -23,7 +24,8 @@ async def test_no_prompt_and_no_key_is_written_anywhere(
     caplog.set_level(logging.DEBUG, logger="llmserve")
     messages = [{"role": "user", "content": "Tell me of marzipan"}]
     async with FakeEngine(slots=1, step_s=0.001) as engine:
-        front = await start_front(engine, server=ServerConfig(port=0, api_key_file=str(keys), journal=str(journal)))
+        settings = ServerConfig(port=0, api_key_file=str(keys), journal=str(journal), access_log=True)
+        front = await start_front(engine, server=settings)
         engine.fault = fault
         for key, fields, streamed in (
             ("sk-right-key", {}, False),
@@ -42,5 +44,7 @@ async def test_no_prompt_and_no_key_is_written_anywhere(
     assert b"marzipan" in bodies, "the engine must get the prompt"
     steps = journal.read_text()
     assert "RequestArrived" in steps, "the journal must be complete"
-    written = caplog.text + metrics + steps
+    lines = "".join([f"{TextLines().format(record)}{JsonLines().format(record)}" for record in caplog.records])
+    assert "request_id=" in lines, "the lines must have their fields"
+    written = lines + metrics + steps
     assert [secret for secret in SECRETS if secret in written] == []
