@@ -30,6 +30,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "budgets there. Without the file no key is required"
         ),
     ] = None
+    door_key_file: Annotated[
+        str | None,
+        Meta(
+            description="file with the key of doors, servers with --engines-are-groups: who has this key says whose "
+            "requests these are. Without --api-key-file only doors are served"
+        ),
+    ] = None
     admin_key_file: Annotated[
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
@@ -103,6 +110,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="URL engines start waiting requests by the field `priority` (vLLM with --scheduling-policy "
             "priority): each request carries its turn, so that the engine keeps the order. vLLM that llmserve starts "
             "does so unless its arguments say otherwise"
+        ),
+    ] = False
+    engines_are_groups: Annotated[
+        bool,
+        Meta(
+            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key: this "
+            "server is a door. It checks keys and limits, and tells the group's server who asks"
         ),
     ] = False
     barrier: Annotated[
@@ -188,6 +202,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("engine: the same server is given twice")
         if self.has_vllm and self.model is None:
             raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        if self.engines_are_groups and (self.barrier or len(self.urls) < len(self.engine or ("embedded",))):
+            raise ConfigError("engines_are_groups: only URLs can be groups, without --barrier")
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")

@@ -27,17 +27,19 @@ from llmserve.api.asgi import AsgiHandler
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
+from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits, Keys
 from llmserve.api.parse import CallParser
 from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
+from llmserve.asker import as_asked
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import ConfigError, MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
-from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.headers import ASKER_HEADER, BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
 from llmserve.settings import ApiConfig
@@ -183,7 +185,10 @@ class _Endpoints:
 
     def _submit(self, call: Call, exchange: Exchange) -> None:
         account = self._key_limits.account(exchange.key)
-        call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
+        if exchange.key == DOOR:
+            call = as_asked(call, exchange.headers.get(ASKER_HEADER))
+        else:
+            call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
         self._check_served(call)
         answer = _Answer(call, exchange, account)
         in_flight = self._cluster.submit(call, answer, account.charge(call.model))

@@ -117,6 +117,8 @@ class RunningCalls:
         try:
             answer = await handle.engine.open(in_flight.call, batch)
             try:
+                if answer.served and in_flight.receipt is not None:
+                    in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
                 if answer.fault:
                     in_flight.refused = self._head(in_flight, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", fault=True, retryable=True)

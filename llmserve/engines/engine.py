@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -57,12 +57,14 @@ class Answer(Protocol):
     fault        the engine failed (5xx, 408): the request may run on another engine. 429 is no fault: the engine asks
                  the client to come back later, and says when
     retry_after  printable ASCII, as content_type
+    served       fields of the receipt that the engine knows better: it is a server of llmserve itself
     """
 
     status: int
     fault: bool
     content_type: str
     retry_after: str | None
+    served: Mapping[str, Any]
 
     async def read(self) -> bytes:
         """Return the whole body. Raises EngineError when the engine breaks off the answer."""

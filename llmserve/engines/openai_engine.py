@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -60,6 +62,8 @@ class _ModelList(msgspec.Struct):
 
 class HttpAnswer:
     """An answer over HTTP."""
+
+    served: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, response: Response, name: str) -> None:
         """Raises EngineError for a head that no client may get."""
@@ -117,6 +121,8 @@ class OpenAIEngine:
     first guess, which the engine's metrics correct.
     """
 
+    answer_type = HttpAnswer
+
     def __init__(
         self,
         info: EngineInfo,
@@ -139,14 +145,12 @@ class OpenAIEngine:
             self._headers["authorization"] = f"Bearer {api_key}"
         times = self._timeouts
         self._client = HttpClient(self.url, connect_s=times.connect_s, idle_s=times.idle_s, answer_s=times.answer_s)
-        self._openings: dict[str, bytes] = {}  # the same for each request to a path
+        self._openings: dict[str, bytes] = {}
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
 
     async def open(self, call: Call, batch: Batch) -> HttpAnswer:
-        opening = self._openings.get(call.path)
-        if opening is None:
-            opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
+        opening = self._opening(call.path)
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
         for name, value in call.headers:
             further += f"{name}: {value}\r\n"
@@ -159,9 +163,16 @@ class OpenAIEngine:
             raise self._no_answer(error) from error
         return self._answer(response)
 
+    def _opening(self, path: str) -> bytes:
+        """The first lines of a request; the same for each request to a path."""
+        opening = self._openings.get(path)
+        if opening is None:
+            opening = self._openings[path] = self._client.opening("POST", path, self._headers)
+        return opening
+
     def _answer(self, response: Response) -> HttpAnswer:
         try:
-            answer = HttpAnswer(response, self.info.name)
+            answer = self.answer_type(response, self.info.name)
         except EngineError as error:
             response.close()
             if error.code == "engine_auth" and not self._key_refused:
