@@ -34,10 +34,16 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
     "queue": "show who waits in a running server, and for how long",
+    "up": "start engines, groups and doors on a Ray cluster",
+    "status": "show a cluster's doors, groups and engines",
+    "down": "stop a cluster",
 }
 USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
     "queue": "URL --admin-key-file FILE [--json]",
+    "up": "CLUSTER.toml [options]",
+    "status": "[NAME] [--address HOST:PORT] [--json]",
+    "down": "[NAME] [--address HOST:PORT]",
     "evaluate": "[PREDICTOR | --online] [options]",
 }  # else: [options]
 

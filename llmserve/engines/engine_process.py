@@ -71,6 +71,10 @@ class EngineProcess:
     key_variable the process gets a random API key in this variable, and keeps it at a restart: other users of this
                  machine cannot read a variable, unlike a flag. `api_key`: the key; None: none was asked for
     log_file     output since the last start; the output of the start before is in FILE.1
+    stable_s     a process that has run for so long is restarted after the first pause again
+
+    healthy      whether the process runs, and GET /health has answered since its start
+    restarts     after an unexpected end.  last_end : how the process ended last, in a line; "": it has not
     """
 
     def __init__(
@@ -83,8 +87,11 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         key_variable: str | None = None,
         log_file: Path | None = None,
+        stable_s: float = STABLE_S,
     ) -> None:
         self.name = name
+        self.healthy, self.restarts, self.last_end = False, 0, ""
+        self._stable_s = stable_s
         self.port = port or free_port()
         self._command = command
         self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
@@ -158,6 +165,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(self._start_s):
                 await self._wait_healthy()
+            self.healthy = True
         except TimeoutError:
             await self._terminate()
             raise EngineStartError(self._failure(f"was not ready within {self._start_s:.0f} s")) from None
@@ -175,6 +183,7 @@ class EngineProcess:
                 raise EngineStartError(f"{self.name}: port {self.port}: {error.strerror or error}") from error
 
     async def _terminate(self) -> None:
+        self.healthy = False
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -251,7 +260,9 @@ class EngineProcess:
         while True:
             since_s = time.monotonic()
             await self._wait_ended(0.25)
-            if time.monotonic() - since_s >= STABLE_S:
+            self.healthy, self.last_end = False, self._ending()
+            self.restarts += 1
+            if time.monotonic() - since_s >= self._stable_s:
                 pause_s = RESTART_PAUSE_S[0]
             failure: str | None = self._failure(f"{self._ending()}; restarting in {pause_s:.1f} s")
             while failure is not None:
