@@ -26,4 +26,4 @@ def connect(args: argparse.Namespace) -> None:
         if ray is None:
             raise NoAnswer(f"no Ray of cluster {args.name} runs on this machine: name it with --address")
         address = ray.address
-    on_ray.connect(address)
+    on_ray.connect(address, args.name)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="CLUSTER.toml", help="the engines, groups and doors")
     parser.add_argument("--plan", metavar="PLAN.json", help="file of `llmserve plan`: the groups")
     parser.add_argument("--address", metavar="HOST:PORT", help="a Ray that runs; `auto`: the one on this machine")
-    parser.add_argument("--num-cpus", type=float, metavar="X", help="CPUs of the Ray that is started (default: all)")
+    parser.add_argument("--num-cpus", type=int, metavar="N", help="CPUs of the Ray that is started (default: all)")
     parser.add_argument("--num-gpus", type=int, metavar="N", help="GPUs of the Ray that is started (default: all)")
     parser.add_argument(
         "--wait-s", type=float, default=900.0, metavar="X", help="longest wait until everything runs (default 900)"
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     made = Secrets(*(f"sk-{secrets.token_urlsafe(32)}" for _ in range(3)))
     engines_of(file, made)  # raises ConfigError before anything starts
     address, file = _ray_for(file, args)
-    on_ray.connect(address)
+    on_ray.connect(address, file.name)
     before = on_ray.known(file.name)
     desired = Desired(
         file=file,

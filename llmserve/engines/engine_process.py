@@ -71,6 +71,7 @@ class EngineProcess:
     key_variable the process gets a random API key in this variable, and keeps it at a restart: other users of this
                  machine cannot read a variable, unlike a flag. `api_key`: the key; None: none was asked for
     log_file     output since the last start; the output of the start before is in FILE.1
+    tries        of the first start, each on another port
     stable_s     a process that has run for so long is restarted after the first pause again
 
     healthy      whether the process runs, and GET /health has answered since its start
@@ -88,10 +89,11 @@ class EngineProcess:
         key_variable: str | None = None,
         log_file: Path | None = None,
         stable_s: float = STABLE_S,
+        tries: int = START_TRIES,
     ) -> None:
         self.name = name
         self.healthy, self.restarts, self.last_end = False, 0, ""
-        self._stable_s = stable_s
+        self._stable_s, self._tries = stable_s, tries
         self.port = port or free_port()
         self._command = command
         self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
@@ -122,7 +124,7 @@ class EngineProcess:
         Raises EngineStartError with the last lines of output when the process ends or is not healthy within `start_s`.
         """
         self._open_log()
-        for tries_left in reversed(range(START_TRIES)):
+        for tries_left in reversed(range(self._tries)):
             try:
                 await self._start_once()
                 break

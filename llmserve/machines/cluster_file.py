@@ -49,7 +49,10 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DoorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The doors. count : 0: one on each node.  settings : as in the file of `llmserve serve`, by section"""
+    """The doors. settings : as in the file of `llmserve serve`, by section
+
+    count  0: one on each node, all on `port`; else door N listens on `port` + N
+    """
 
     count: Annotated[int, Meta(ge=0)] = 1
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000

@@ -24,7 +24,7 @@ from llmserve.machines.processes import Process, Secrets, Worker, door_process, 
 log = logging.getLogger("llmserve")
 
 STEP_S = 1.0
-ASK_S = 2.0  # longest answer of a server to the controller
+ASK_S = 1.0  # longest answer of a server to the controller
 DESIRED = "desired"
 
 

@@ -7,7 +7,6 @@ node, never finds an old process beside the new one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from llmserve.engines.connecting import HttpError
-from llmserve.engines.engine_process import EngineProcess, free_port
+from llmserve.engines.engine_process import START_TRIES, EngineProcess
 from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
 from llmserve.machines.processes import Process, filled
@@ -73,7 +72,7 @@ class Keeper:
         self._state: State = "starting"
         self._since_s = time.time()
         self._starting: asyncio.Task[None] | None = None
-        self._process = self._new_process(_first_free(process.ports))
+        self._process = self._new_process(process.port)
 
     @property
     def url(self) -> str:
@@ -194,15 +193,5 @@ class Keeper:
             environment=described.environment,
             log_file=self._folder.with_suffix(".log"),
             stable_s=STABLE_S,
+            tries=1 if described.port else START_TRIES,
         )
-
-
-def _first_free(ports: tuple[int, ...]) -> int:
-    import socket
-
-    for port in ports:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((LOOPBACK, port))
-            return port
-    return ports[0] if ports else free_port()

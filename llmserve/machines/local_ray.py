@@ -21,9 +21,9 @@ from llmserve.engines.engine_process import free_port
 from llmserve.errors import NoAnswer
 
 START_S, STOP_S = 120.0, 30.0
-LOST_AFTER = {  # a node that is silent for three seconds is lost: Ray's own default is half a minute
+LOST_AFTER = {  # a node that refuses connections for three seconds is lost, and one that is silent for half a minute
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "3",
 }
 OBJECTS_BYTES = 100 << 20  # Ray's object store, which llmserve does not use
@@ -44,11 +44,11 @@ def environment(folder: Path) -> dict[str, str]:
     return {**LOST_AFTER, **store, **os.environ}
 
 
-def head_command(folder: Path, port: int, cpus: float | None, gpus: int | None) -> list[str]:
+def head_command(folder: Path, port: int, cpus: int | None, gpus: int | None) -> list[str]:
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)]
     words += ["--temp-dir", str(folder), "--object-store-memory", str(OBJECTS_BYTES), "--disable-usage-stats"]
     words += ["--include-dashboard", "false", "--include-log-monitor", "false", "--dashboard-agent-listen-port", "0"]
-    words += ["--num-cpus", f"{cpus:g}"] if cpus is not None else []
+    words += ["--num-cpus", str(cpus)] if cpus is not None else []
     return words + (["--num-gpus", str(gpus)] if gpus is not None else [])
 
 
@@ -62,7 +62,7 @@ def running(state: Path) -> LocalRay | None:
     return ray
 
 
-def start(state: Path, cpus: float | None, gpus: int | None) -> LocalRay:
+def start(state: Path, cpus: int | None, gpus: int | None) -> LocalRay:
     """Start Ray, and wait until it answers. Raises NoAnswer."""
     folder = Path(tempfile.mkdtemp(prefix="llmserve-ray-"))  # short: Ray's sockets are in it
     (folder / "gcs").mkdir()

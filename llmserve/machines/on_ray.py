@@ -37,7 +37,7 @@ from llmserve.machines.keeper import Keeper, Status
 from llmserve.machines.processes import Process, Worker
 
 CONTROLLER = "controller"
-STATUS_S = 3.0  # longest answer of a keeper
+STATUS_S = 1.5  # longest answer of a keeper
 STOP_S = 120.0
 KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
@@ -242,11 +242,10 @@ async def _awaited(reference: Any) -> Any:
 # ---- for commands ----------------------------------------------------------------------------------------------------
 
 
-def connect(address: str) -> None:
-    """Connect this process to Ray. Raises NoAnswer."""
-    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+def connect(address: str, cluster: str) -> None:
+    """Connect this process to the Ray of a cluster. Raises NoAnswer."""
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=namespace_of(cluster), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise NoAnswer(f"there is no Ray at {address}: {error}") from error
 

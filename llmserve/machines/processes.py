@@ -18,12 +18,13 @@ from llmserve.machines.cluster_file import ClusterFile, EngineTable
 Kind = Literal["engine", "group", "door"]
 SERVE = (sys.executable, "-m", "llmserve", "serve", "--config", "{folder}/serve.toml", "--port", "{port}")
 GROUP_SETTINGS: dict[str, dict[str, Any]] = {
-    "live": {"keep_alive_s": 0.0},  # the doors keep their clients' connections alive
+    "live": {"keep_alive_s": 0.0, "probe_every_s": 1.0},  # the doors keep their clients' connections alive
 }
 DOOR_SETTINGS: dict[str, dict[str, Any]] = {
     # A group tells when it is down; a request may wait in its queue for as long as an answer may take.
     "engines": {"engine_idle_s": 3600.0},
     "scheduling": {"order": "fffs", "circuit_faults_max": 0, "retries_max": 5},
+    "live": {"probe_every_s": 1.0},
     "prediction": {"memory_keys": 0, "predictor": ["none"]},  # the groups predict
 }
 
@@ -43,7 +44,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     files        texts by name, in a folder of the process, which only its owner can read
     environment  further variables
     host         address to listen on; None: all addresses of the node, on loopback where the node's is
-    ports        that may be taken, the first free one; (): any
+    port         0: any free one
     worker, gpus, cpus  the worker whose resources the process uses, and how much of them; "": none
     near         workers on whose node the process should run
     """
@@ -54,7 +55,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, str] = {}
     environment: Mapping[str, str] = {}
     host: str | None = None
-    ports: tuple[int, ...] = ()
+    port: int = 0
     start_s: float = 600.0
     worker: str = ""
     gpus: float = 0.0
@@ -185,7 +186,7 @@ def door_process(
         files=files,
         environment={"LLMSERVE_ENGINE_API_KEY": secrets.door},
         host=file.host,
-        ports=tuple(range(port, port + max(1, file.door.count, number + 1))) if port else (),
+        port=port + number if port and file.door.count else port,
         cpus=file.door.cpus,
     )
 
