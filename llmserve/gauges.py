@@ -65,6 +65,12 @@ class Gauges:
             tokens.add_metric([name], state.total_tokens)
             open_.add_metric([name], float(not state.circuit.closed))
         yield from (ready, running, slots, tokens, open_)
+        wanted = GaugeMetricFamily(
+            "llmserve_engines_wanted", "Engines that the model's requests need, by forecasts", labels=["model"]
+        )
+        for model, count in sorted(self._cluster.engines_wanted().items()):
+            wanted.add_metric([model], count)
+        yield wanted
         yield from self._prediction()
 
     def _prediction(self) -> Iterator[Metric]:

@@ -16,7 +16,8 @@ from llmserve.engine_kinds import Servers, engine_name
 from llmserve.errors import ConfigError
 from llmserve.settings import Config, EngineConfig
 
-CHANGEABLE = {"concurrent_max", "requests_per_minute_max", "tokens_per_minute_max", "engine"}
+CHANGEABLE = {"concurrent_max", "requests_per_minute_max", "tokens_per_minute_max", "engine", "limits_part"}
+"""Settings that may change. limits_part counts at the next start only: the controller of a cluster deals the parts."""
 
 Commit = Callable[[], None]
 Part = Callable[[Config, Config], Commit]

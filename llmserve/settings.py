@@ -284,6 +284,15 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="tokens of prompts and answers per minute and API key; 0: no limit"),
     ] = 0
+    limits_part: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="part of the keys' limits that this server may use at first, where several servers share the "
+            "keys: `llmserve up` sets it, and deals the parts anew each second",
+        ),
+    ] = 1.0
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.extras import need
+from llmserve.herd import Instance
 from llmserve.machines.cluster_file import ClusterFile, read_cluster
 
 LOOPBACK = "127.0.0.1"
@@ -57,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
         plan=file.first_plan(),
         secrets=made if before is None else before.secrets,
         keys=keys,
+        instance=None if file.planning.instance is None else Instance.load(file.planning.instance),
         owners={} if before is None else before.owners,
     )
     on_ray.bring_up(desired)

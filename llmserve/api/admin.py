@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from llmserve.api.answers import json_response
 from llmserve.api.limits import KeyLimits, Keys
+from llmserve.api.peers import Peers
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, ConfigError, NotFound
@@ -34,6 +35,7 @@ class AdminEndpoints:
         self._keys = keys
         self._limits = limits
         self._reload = reload
+        self._peers = Peers(cluster, limits)
 
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
@@ -76,6 +78,11 @@ class AdminEndpoints:
         limits = self._limits
         budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
         return json_response({"usage": limits.usage.shown() if limits.usage is not None else [], "budgets": budgets})
+
+    async def peers(self, request: Request) -> Response:
+        """Take this server's parts of the limits; tell the controller of the cluster what came since the last time."""
+        self._admit(request)
+        return json_response(self._peers.exchange(await request.body()))
 
     async def reload(self, request: Request) -> Response:
         """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""

@@ -3,7 +3,7 @@
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
-GET /admin/usage   POST /admin/reload
+GET /admin/usage   POST /admin/reload   POST /admin/peers
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpo
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])
+    app.add_route("/admin/peers", admin.peers, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in BODIES:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
@@ -260,7 +261,7 @@ class _Endpoints:
 
     async def wrong_method(self, request: Request) -> Response:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
-        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload"))
+        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload", "/admin/peers"))
         response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
         return response
 

@@ -61,6 +61,7 @@ def key_limits_of(
         times=LiveQueueTimes(cluster),
         usage=usage,
         on_refused=metrics.refused,
+        part=config.limits.limits_part,
     )
 
 

@@ -32,6 +32,7 @@ from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.cluster.solving import Solving
+from llmserve.cluster.wanted import EnginesWanted
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
 from llmserve.request import Call, Request
@@ -107,6 +108,7 @@ class LiveCluster:
         self._solving = Solving(solvers, self._step)
         self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
         self.places = Places(scheduler, self)
+        self._wanted = EnginesWanted()
         self._empty = asyncio.Event()
         self._empty.set()
         self._predicting: set[asyncio.Task[None]] = set()
@@ -138,6 +140,10 @@ class LiveCluster:
         """Predicted seconds until each of these calls ends."""
         now_s, models = self.now_s(), self.scheduler.models
         return [remaining_s(call, models[call.request.model].service, now_s) for call in running]
+
+    def engines_wanted(self) -> dict[str, int]:
+        """How many engines each model could use now; see wanted.py."""
+        return self._wanted.update(self.scheduler.models, self.now_s())
 
     def remaining_s_of(self, model: str) -> list[float]:
         """`remaining_s` of the calls on the engines of a model."""

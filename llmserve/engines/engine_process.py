@@ -71,6 +71,7 @@ class EngineProcess:
     key_variable the process gets a random API key in this variable, and keeps it at a restart: other users of this
                  machine cannot read a variable, unlike a flag. `api_key`: the key; None: none was asked for
     log_file     output since the last start; the output of the start before is in FILE.1
+    stop_s       between SIGTERM and SIGKILL
     tries        of the first start, each on another port
     stable_s     a process that has run for so long is restarted after the first pause again
 
@@ -90,10 +91,11 @@ class EngineProcess:
         log_file: Path | None = None,
         stable_s: float = STABLE_S,
         tries: int = START_TRIES,
+        stop_s: float = STOP_S,
     ) -> None:
         self.name = name
         self.healthy, self.restarts, self.last_end = False, 0, ""
-        self._stable_s, self._tries = stable_s, tries
+        self._stable_s, self._tries, self._stop_s = stable_s, tries, stop_s
         self.port = port or free_port()
         self._command = command
         self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
@@ -192,7 +194,7 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)  # the supervisor forwards SIGTERM to the command only
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_ended(0.02), STOP_S)
+                await asyncio.wait_for(self._wait_ended(0.02), self._stop_s)
         self._kill_group()
         await self._wait_ended(0.02)
         if self._reader is not None:

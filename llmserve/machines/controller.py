@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from llmserve.api.peers import FromServer, ToServer
 from llmserve.engines.connecting import HttpError
 from llmserve.engines.http_client import HttpClient
-from llmserve.herd import Plan
+from llmserve.herd import Instance, Plan
 from llmserve.machines.cluster_file import ClusterFile
 from llmserve.machines.keeper import Status
 from llmserve.machines.layout import Moves, doors_plan, owners
 from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
+from llmserve.machines.quotas import Quotas
+from llmserve.machines.replanning import Replanning
 
 log = logging.getLogger("llmserve")
 
 STEP_S = 1.0
 ASK_S = 1.0  # longest answer of a server to the controller
+FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
 DESIRED = "desired"
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store keeps. keys : text of the doors' key file; None: no key is required.  owners : group by worker"""
+    """What the store keeps. keys : text of the doors' key file; None: no key is required.  owners : group by worker
+
+    instance  for planning again; None: never
+    """
 
     file: ClusterFile
     plan: Plan
     secrets: Secrets
+    instance: Instance | None = None
     keys: str | None = None
     owners: Mapping[str, str] = {}
 
@@ -86,6 +96,10 @@ def process_key(name: str) -> str:
     return f"process/{name}"
 
 
+def _replanning_of(desired: Desired) -> Replanning | None:
+    return None if desired.instance is None else Replanning(desired.instance, desired.file.planning.every_s)
+
+
 class Controller:
     """`run()` until cancelled."""
 
@@ -100,6 +114,11 @@ class Controller:
         self._removing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._steps = 0
+        self._quotas = Quotas()
+        self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
+        self._replanning = _replanning_of(desired)
+        self.wanted: dict[str, int] = {}  # engines by model
+        self._began_s = time.monotonic()
 
     async def run(self) -> None:
         while True:
@@ -116,6 +135,8 @@ class Controller:
 
     async def change(self, desired: Desired) -> None:
         """Follow another file, plan or keys from now on."""
+        if desired.instance != self.desired.instance or desired.file.planning != self.desired.file.planning:
+            self._replanning = _replanning_of(desired)
         self.desired = desired
         await self._machines.save(DESIRED, msgspec.json.encode(desired))
         self._changed.set()
@@ -130,6 +151,7 @@ class Controller:
         await machines.provide(workers_of(self.desired.file))
         present = set(await machines.names())
         await self._look(present)
+        await self._exchange()
         wanted = await self._wanted()
         for name, (process, node) in wanted.items():
             if name in self._removing:
@@ -177,6 +199,37 @@ class Controller:
         self.silent = {name for name, status in zip(present, found, strict=True) if status is None}
         self.statuses.update({status.name: status for status in found if status is not None})
 
+    # ---- what servers tell, and are told ----
+
+    async def _exchange(self) -> None:
+        """Deal the limits between the doors, add up the rates, and plan again if they have changed."""
+        doors, groups = self._servers("door"), self._servers("group")
+        told = await asyncio.gather(*(self._tell(name, {}) for name in groups))
+        self.wanted = dict(sum((Counter(server.wanted) for server in told if server is not None), Counter()))
+        parts = self._quotas.deal(doors)
+        heard = await asyncio.gather(*(self._tell(name, parts[name]) for name in doors))
+        for name, server in zip(doors, heard, strict=True):
+            self._unheard[name] = 0 if server is not None else self._unheard.get(name, 0) + 1
+            if server is not None:
+                self._quotas.heard(name, server.asked, server.parts)
+                if self._replanning is not None:
+                    self._replanning.observe(server.arrivals)
+        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in doors]:
+            self._quotas.forget(name)
+            del self._unheard[name]
+        self._quotas.decay()
+        if self._replanning is not None:
+            plan = self._replanning.plan(self.desired.plan, time.monotonic() - self._began_s)
+            if plan is not None:
+                await self.change(msgspec.structs.replace(self.desired, plan=plan))
+
+    def _servers(self, kind: str) -> list[str]:
+        return sorted(name for name, sent in self._sent.items() if sent.process.kind == kind)
+
+    async def _tell(self, name: str, parts: Mapping[str, float]) -> FromServer | None:
+        answer = await self.ask(name, "/admin/peers", msgspec.json.encode(ToServer(parts)))
+        return None if answer is None else msgspec.convert(answer, FromServer)
+
     # ---- what should run ----
 
     async def _wanted(self) -> dict[str, tuple[Process, str | None]]:
@@ -191,10 +244,10 @@ class Controller:
             wanted[process.name] = process, None
         urls = {name: self.statuses[g.name].url for name, g in groups.items() if g.name in self.statuses}
         if urls:
-            for number, node in enumerate(await self._places_of_doors()):
-                plan = doors_plan(desired.plan, urls)
-                text = msgspec.json.encode(plan).decode()
-                door = door_process(desired.file, number, urls, text, desired.keys, desired.secrets)
+            places, plan = await self._places_of_doors(), doors_plan(desired.plan, urls)
+            text = msgspec.json.encode(plan).decode()
+            for number, node in enumerate(places):
+                door = door_process(desired.file, number, len(places), urls, text, desired.keys, desired.secrets)
                 wanted[door.name] = door, node
         return wanted
 
@@ -261,6 +314,7 @@ class Controller:
         queues = await asyncio.gather(*(self.ask(f"group-{name}", "/admin/queue") for name in groups))
         return {
             "name": self.desired.file.name,
+            "engines_wanted": self.wanted,
             "processes": [self._row(name) for name in sorted(self._sent)],
             "groups": [
                 {

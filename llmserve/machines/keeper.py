@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from llmserve.engines.connecting import HttpError
-from llmserve.engines.engine_process import START_TRIES, EngineProcess
+from llmserve.engines.engine_process import START_TRIES, STOP_S, EngineProcess
 from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
 from llmserve.machines.processes import Process, filled
@@ -28,6 +28,7 @@ LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"
 PAUSE_S = (0.5, 30.0)  # before a start that follows a failed one
 STABLE_S = 5.0  # a process that has run for so long was no failed start: it is started again at once
 RELOAD_S = 30.0
+DRAIN_S = 45.0  # for a server's requests in flight, more than --drain-s
 
 State = Literal["starting", "running", "stopped"]
 
@@ -194,4 +195,5 @@ class Keeper:
             log_file=self._folder.with_suffix(".log"),
             stable_s=STABLE_S,
             tries=1 if described.port else START_TRIES,
+            stop_s=STOP_S if described.kind == "engine" else DRAIN_S,
         )

@@ -156,15 +156,19 @@ def group_process(file: ClusterFile, name: str, engines: Mapping[str, tuple[str,
 
 
 def door_process(
-    file: ClusterFile, number: int, groups: Mapping[str, str], plan: str, keys: str | None, secrets: Secrets
+    file: ClusterFile, number: int, doors: int, groups: Mapping[str, str], plan: str, keys: str | None, secrets: Secrets
 ) -> Process:
-    """A door. groups : URL by name.  plan : as JSON, its workers are groups.  keys : text of the key file"""
+    """A door, one of `doors`.
+
+    groups : URL by name.  plan : as JSON, its workers are groups.  keys : text of the key file
+    """
     key_file = "keys.toml" if (file.door.api_key_file or "").endswith(".toml") else "keys"
     server = {"admin_key_file": "{folder}/admin-key"}
     if keys is not None:
         server["api_key_file"] = f"{{folder}}/{key_file}"
     settings = merged(
         DOOR_SETTINGS,
+        {"limits": {"limits_part": 1.0 / max(1, doors)}},
         file.door.settings,
         {
             "server": server,
