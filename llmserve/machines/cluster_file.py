@@ -15,6 +15,7 @@ from llmserve import herd
 from llmserve.errors import ConfigError
 from llmserve.herd import HerdGroup, Plan
 from llmserve.settings import Config
+from llmserve.spelling import nearest
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 GROUP_OF_ALL = "all"  # without groups
@@ -155,9 +156,17 @@ def _check(file: ClusterFile) -> None:
             if worker not in file.workers:
                 raise ConfigError(f"group {group.name}: no engine is on a worker {worker}")
     for section, table in (*file.serve.items(), *file.door.settings.items()):
-        structs = configuration.sections(Config)
-        if section not in structs:
-            raise ConfigError(f"there is no section [{section}] of settings")
-        if section in ("engines",) and "engine" in table:
-            raise ConfigError("[engines] engine: the engines of a group follow from the plan")
-        configuration.convert(structs[section], table)
+        _check_settings(section, table)
+
+
+def _check_settings(section: str, table: Table) -> None:
+    structs = configuration.sections(Config)
+    if section not in structs:
+        raise ConfigError(f"there is no section [{section}] of settings{nearest(section, structs)}")
+    fields = structs[section].__struct_fields__
+    for name in table:
+        if name not in fields:
+            raise ConfigError(f"unknown setting {name!r} in [{section}]{nearest(name, fields)}")
+    if section == "engines" and "engine" in table:
+        raise ConfigError("[engines] engine: the engines of a group follow from the plan")
+    configuration.convert(structs[section], table)

@@ -61,9 +61,9 @@ NODES, CPUS = 3, 1
 
 
 async def kills(args: Any) -> dict[str, Any]:
-    from machines.clients import Clients
-    from machines.kills import KINDS, kill_one, summary, until_back
-    from machines.nodes import nodes
+    from on_ray.clients import Clients
+    from on_ray.kills import KINDS, kill_one, summary, until_back
+    from on_ray.nodes import nodes
 
     rng = np.random.default_rng(args.seed)
     kinds = [KINDS[number % len(KINDS)] for number in range(args.count)]
@@ -109,9 +109,9 @@ def _by_kind(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def head(args: Any) -> dict[str, Any]:
     """Kill Ray's head for args.away_s, while clients ask."""
-    from machines.clients import Clients
-    from machines.kills import report, summary, until_back
-    from machines.nodes import nodes
+    from on_ray.clients import Clients
+    from on_ray.kills import report, summary, until_back
+    from on_ray.nodes import nodes
 
     with nodes(NODES, CPUS) as ray_nodes:
         doors = _up(ray_nodes)

@@ -15,8 +15,8 @@ import psutil
 
 from llmserve.errors import NoAnswer
 from llmserve.machines import on_ray
-from machines.clients import Asked, Clients
-from machines.nodes import Nodes
+from on_ray.clients import Asked, Clients
+from on_ray.nodes import Nodes
 
 KINDS = ("engine", "group", "door", "keeper", "node")
 BACK_S = 120.0
