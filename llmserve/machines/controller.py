@@ -96,6 +96,11 @@ def process_key(name: str) -> str:
     return f"process/{name}"
 
 
+def seen_key(name: str) -> str:
+    """The key of a process' last status with another address than before."""
+    return f"seen/{name}"
+
+
 def _replanning_of(desired: Desired) -> Replanning | None:
     return None if desired.instance is None else Replanning(desired.instance, desired.file.planning.every_s)
 
@@ -166,11 +171,13 @@ class Controller:
                 self._removing[name] = asyncio.create_task(self._remove(name))
 
     async def _remember(self) -> None:
-        """What an earlier controller has sent: unchanged processes are left alone."""
+        """What an earlier controller has sent and seen: unchanged processes are left alone, also silent ones."""
         for name in await self._machines.names():
-            stored = await self._machines.load(process_key(name))
-            if stored is not None:
-                self._sent[name] = msgspec.json.decode(stored, type=Described)
+            sent, seen = [await self._machines.load(key) for key in (process_key(name), seen_key(name))]
+            if sent is not None:
+                self._sent[name] = msgspec.json.decode(sent, type=Described)
+            if seen is not None:
+                self.statuses[name] = msgspec.json.decode(seen, type=Status)
 
     async def _describe(self, process: Process) -> Described:
         before = self._sent.get(process.name)
@@ -182,13 +189,14 @@ class Controller:
     async def _remove(self, name: str) -> None:
         try:
             await self._machines.remove(name)
-            await self._machines.save(process_key(name), None)
+            for key in (process_key(name), seen_key(name)):
+                await self._machines.save(key, None)
         finally:
             for known in (self._sent, self.statuses, self._removing):
                 known.pop(name, None)
 
     def _is_needed(self, name: str) -> bool:
-        """Whether a group's server still has the engine of this process."""
+        """Whether a group's server may still have the engine of this process."""
         sent = self._sent.get(name)
         return sent is not None and any(sent.process.worker in workers for workers in self._engines_of.values())
 
@@ -197,17 +205,23 @@ class Controller:
     async def _look(self, present: Collection[str]) -> None:
         found = await asyncio.gather(*(self._machines.status(name) for name in present))
         self.silent = {name for name, status in zip(present, found, strict=True) if status is None}
-        self.statuses.update({status.name: status for status in found if status is not None})
+        for status in found:
+            if status is not None:
+                before, self.statuses[status.name] = self.statuses.get(status.name), status
+                if before is None or before.url != status.url:
+                    await self._machines.save(seen_key(status.name), msgspec.json.encode(status))
 
     # ---- what servers tell, and are told ----
 
     async def _exchange(self) -> None:
         """Deal the limits between the doors, add up the rates, and plan again if they have changed."""
         doors, groups = self._servers("door"), self._servers("group")
-        told = await asyncio.gather(*(self._tell(name, {}) for name in groups))
-        self.wanted = dict(sum((Counter(server.wanted) for server in told if server is not None), Counter()))
         parts = self._quotas.deal(doors)
-        heard = await asyncio.gather(*(self._tell(name, parts[name]) for name in doors))
+        told, heard = await asyncio.gather(
+            asyncio.gather(*(self._tell(name, {}) for name in groups)),
+            asyncio.gather(*(self._tell(name, parts[name]) for name in doors)),
+        )
+        self.wanted = dict(sum((Counter(server.wanted) for server in told if server is not None), Counter()))
         for name, server in zip(doors, heard, strict=True):
             self._unheard[name] = 0 if server is not None else self._unheard.get(name, 0) + 1
             if server is not None:
@@ -227,6 +241,8 @@ class Controller:
         return sorted(name for name, sent in self._sent.items() if sent.process.kind == kind)
 
     async def _tell(self, name: str, parts: Mapping[str, float]) -> FromServer | None:
+        if name in self.silent:
+            return None
         answer = await self.ask(name, "/admin/peers", msgspec.json.encode(ToServer(parts)))
         return None if answer is None else msgspec.convert(answer, FromServer)
 
@@ -274,7 +290,7 @@ class Controller:
 
     async def _workers_in_use(self) -> dict[str, set[str]]:
         """Workers whose engines a group's server has, also while it drains them, by group. A dead server has none."""
-        names = [name for name, sent in self._sent.items() if sent.process.kind == "group" and name in self.statuses]
+        names = [name for name in self._servers("group") if name not in self.silent]
         answers = await asyncio.gather(*(self.ask(name, "/admin/engines") for name in names))
         return {
             name.removeprefix("group-"): {engine["worker"] for engine in answer["engines"]}

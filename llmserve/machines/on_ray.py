@@ -32,16 +32,17 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from llmserve.errors import LLMServeError, NoAnswer
-from llmserve.machines.controller import DESIRED, Controller, Described, Desired, process_key
+from llmserve.machines.controller import DESIRED, Controller, Described, Desired, process_key, seen_key
 from llmserve.machines.keeper import Keeper, Status
 from llmserve.machines.processes import Process, Worker
 
 CONTROLLER = "controller"
 STATUS_S = 1.5  # longest answer of a keeper
 STOP_S = 120.0
+HEAD_RESOURCE = "node:__internal_head__"
 KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
-    "max_task_retries": 0,
+    "max_task_retries": -1,
     "lifetime": "detached",
     "max_concurrency": 64,
 }
@@ -265,11 +266,18 @@ def bring_up(desired: Desired) -> Any:
         namespace=namespace_of(cluster),
         get_if_exists=True,
         num_cpus=0,
-        **{**KEEPER_OPTIONS, "max_task_retries": -1},
+        scheduling_strategy=_on_head(),
+        **KEEPER_OPTIONS,
     )
     controller = actor.remote(cluster)
     ray.get(controller.change.remote(desired))
     return controller
+
+
+def _on_head() -> Any:
+    """On the node of Ray's head, if it has room: without the head nothing can be placed anyway."""
+    heads = [row["NodeID"] for row in ray.nodes() if row["Alive"] and HEAD_RESOURCE in row["Resources"]]
+    return NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
 
 
 def report_of(cluster: str, within_s: float = 30.0) -> dict[str, Any]:
@@ -301,4 +309,5 @@ async def _remove_all(machines: RayMachines) -> None:
     for part in ({n for n in names if n.startswith("door-")}, {n for n in names if n.startswith("group-")}, rest):
         await asyncio.gather(*(machines.remove(name) for name in part))
         for name in part:
-            await machines.save(process_key(name), None)
+            for key in (process_key(name), seen_key(name)):
+                await machines.save(key, None)

@@ -23,7 +23,7 @@ GROUP_SETTINGS: dict[str, dict[str, Any]] = {
 DOOR_SETTINGS: dict[str, dict[str, Any]] = {
     # A group tells when it is down; a request may wait in its queue for as long as an answer may take.
     "engines": {"engine_idle_s": 3600.0},
-    "scheduling": {"order": "fffs", "circuit_faults_max": 0, "retries_max": 5},
+    "scheduling": {"order": "fffs", "circuit_faults_max": 0, "retries_max": 5, "engine_wait_s": 120.0},
     "live": {"probe_every_s": 1.0},
     "prediction": {"memory_keys": 0, "predictor": ["none"]},  # the groups predict
 }

@@ -39,7 +39,7 @@ class Asked:
 
 class Clients:
     """Send streams at random times to the doors in turn. A request without a byte of an answer is sent again, to the
-    next door, when its door does not accept it or dies: as OpenAI's client does, and load balancers.
+    next door, when its door does not accept it, is stopping (503, draining) or dies: as load balancers do.
     """
 
     def __init__(self, doors: Sequence[str], models: Sequence[str], rate_per_s: float, seed: int) -> None:
@@ -97,7 +97,7 @@ class Clients:
             async with session.post(f"{door}/v1/chat/completions", data=data) as response:
                 if response.status != 200:
                     asked.note = f"{response.status} {(await response.read())[:200].decode(errors='replace')}"
-                    return "refused"
+                    return None if response.status == 503 and "draining" in asked.note else "refused"
                 async for chunk in response.content.iter_any():
                     if asked.first_s is None and TOKEN in chunk:
                         asked.first_s = time.monotonic()
