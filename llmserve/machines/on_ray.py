@@ -185,6 +185,8 @@ class RayMachines:
             strategy = PlacementGroupSchedulingStrategy(self._groups[process.worker], placement_group_bundle_index=0)
         elif node is not None:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        elif process.kind == "door":
+            strategy = "SPREAD"
         elif near := self._node_of(process.near):
             strategy = NodeAffinitySchedulingStrategy(near, soft=True)
         options = {"name": process.name, "namespace": self._namespace, "get_if_exists": True}

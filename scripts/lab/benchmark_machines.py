@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.arguments import add_results, parser_of
+from bench.arguments import add_results, numbers, parser_of
 from bench.progress import log
 from bench.results import day_and_machine, read_parts, rounded, write_json
 
@@ -28,12 +28,14 @@ DOORS = 2
 CLUSTER = """
 name = "lab"
 host = "127.0.0.1"
+group_cpus = 0.5
 
 [[engine]]
 name = "left"
 kind = "timed"
 model = "left"
 replicas = 2
+cpus = 1
 args = ["--step-s", "0.05", "--slots", "16"]
 
 [[engine]]
@@ -41,6 +43,7 @@ name = "right"
 kind = "timed"
 model = "right"
 replicas = 2
+cpus = 1
 args = ["--step-s", "0.05", "--slots", "16"]
 
 [[group]]
@@ -55,9 +58,10 @@ models = ["right"]
 
 [door]
 count = 2
+cpus = 0.5
 port = {port}
 """
-NODES, CPUS = 3, 1
+NODES, CPUS = 3, 4  # 6 of 12 are used: two nodes have room for all
 
 
 async def kills(args: Any) -> dict[str, Any]:
@@ -157,7 +161,88 @@ def _up(ray_nodes: Any, text: str = CLUSTER) -> list[str]:
     return [row["url"] for row in rows if row["kind"] == "door"]
 
 
-PARTS = {"kills": kills, "head": head}
+# ---- groups and doors without kills --------------------------------------------------------------------------------
+
+GROUP_ENGINE = ("--step-s", "0.05", "--slots", "8")  # an engine that sleeps: 8 answers a second
+GROUP_TOKENS = 20
+CONNECTIONS = 12  # more than slots: some always wait
+
+
+async def groups(args: Any) -> dict[str, Any]:
+    """Groups together, and each alone, through one door."""
+    from bench.client import session_of
+    from on_ray.servers import Load, body_of, cpu_s, door_and_groups
+
+    models = [f"m{number}" for number in range(max(args.groups))]
+    rows = []
+    async with door_and_groups(models, *GROUP_ENGINE) as (door, servers), session_of() as session:
+        loads = [Load(session, door.url, body_of(model, GROUP_TOKENS)) for model in models]
+        for load in loads:
+            await load.run(CONNECTIONS, 2.0)  # the first answers teach the engines' slots
+        for number in range(args.rounds):
+            alone = [await load.run(CONNECTIONS, args.seconds) for load in loads]
+            for count in args.groups:
+                before_s, began_s = cpu_s([door, *servers]), time.monotonic()
+                together = await asyncio.gather(*(load.run(CONNECTIONS, args.seconds) for load in loads[:count]))
+                answers = sum(len(load.latencies_s) for load in loads[:count])
+                ratio = sum(together) / sum(alone[:count])
+                cpu_ms = 1e3 * (cpu_s([door, *servers]) - before_s) / answers
+                took_s = time.monotonic() - began_s
+                rows.append({"groups": count, "per_s": sum(together), "ratio": ratio, "cpu_ms_per_request": cpu_ms})
+                log(f"round {number + 1}: {count} groups: {sum(together):.1f}/s, {ratio:.3f} of alone, {took_s:.0f} s")
+    return {"rows": rows, "medians": _medians(rows, "groups")}
+
+
+async def hop(args: Any) -> dict[str, Any]:
+    """An instant engine directly, behind a group's server, and behind a door and this server, in turns."""
+    from bench.client import session_of
+    from on_ray.servers import KEY, Load, body_of, cpu_s, door_and_groups
+
+    rows = []
+    async with door_and_groups(["m"], "--step-s", "0") as (door, (group,)), session_of() as session:
+        engine_url = (await _engine_url(session, group.url, KEY)).rstrip("/")
+        body = body_of("m", 1)
+        through = {
+            "engine": (Load(session, engine_url, body), []),
+            "group": (Load(session, group.url, body, KEY), [group]),
+            "door and group": (Load(session, door.url, body), [door]),
+        }
+        for number in range(args.rounds):
+            for name, (load, servers) in through.items():
+                before_s = cpu_s(servers)
+                await load.run(1, args.seconds)
+                alone_ms = load.latency_ms_p50
+                per_s = await load.run(32, args.seconds)
+                answers = len(load.latencies_s)
+                cpu_ms = 1e3 * (cpu_s(servers) - before_s) / max(1, answers)
+                rows.append({"through": name, "latency_ms": alone_ms, "per_s": per_s, "cpu_ms_per_request": cpu_ms})
+            log(f"round {number + 1}: {[(row['through'], round(row['latency_ms'], 2)) for row in rows[-3:]]}")
+    medians = _medians(rows, "through")
+    hop_ms = medians["group"]["latency_ms"] - medians["engine"]["latency_ms"]
+    door_ms = medians["door and group"]["latency_ms"] - medians["group"]["latency_ms"]
+    cpu = medians["door and group"]["cpu_ms_per_request"] / medians["group"]["cpu_ms_per_request"]
+    return {"rows": rows, "medians": medians, "door_hop_over_single_hop": door_ms / hop_ms, "door_cpu_over_single": cpu}
+
+
+async def _engine_url(session: Any, url: str, key: str) -> str:
+    """The engine's address, as a group's answer names it."""
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
+    headers = {"authorization": f"Bearer {key}"}
+    async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+        return f"http://{response.headers['x-llmserve-engine']}"
+
+
+def _medians(rows: list[dict[str, Any]], by: str) -> dict[str, dict[str, float]]:
+    names = list(dict.fromkeys(row[by] for row in rows))
+    return {
+        str(name): {
+            field: float(np.median([row[field] for row in rows if row[by] == name])) for field in rows[0] if field != by
+        }
+        for name in names
+    }
+
+
+PARTS = {"kills": kills, "head": head, "groups": groups, "hop": hop}
 
 
 def main() -> None:
@@ -167,6 +252,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--away-s", type=float, default=20.0, help="how long the head is away")
+    parser.add_argument("--groups", type=numbers, default=(2, 4, 8), help="numbers of groups (default 2,4,8)")
+    parser.add_argument("--rounds", type=int, default=3, help="of groups and hop")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each load, of groups and hop")
     parser.add_argument("--stop-after-s", type=float, help="begin no further kill after this time")
     add_results(parser)
     args = parser.parse_args()
@@ -174,7 +262,7 @@ def main() -> None:
     result = asyncio.run(PARTS[args.part](args))
     parts = {**read_parts(args.output), args.part: rounded({**day_and_machine(), **result})}
     write_json(args.output, parts)
-    shown = {name: value for name, value in result.items() if name != "kills"}
+    shown = {name: value for name, value in result.items() if name not in ("kills", "rows")}
     log(str(shown))
 
 
