@@ -39,6 +39,12 @@ def test_without_groups_all_engines_are_one_group(tmp_path: Path) -> None:
     assert set(owners(file, file.first_plan(), {}).values()) == {"all"}
 
 
+def test_the_example_is_a_cluster() -> None:
+    file = read_cluster(Path(__file__).parents[2] / "deploy" / "cluster.toml")
+    assert [worker.gpus for worker in workers_of(file)] == [1, 1]
+    assert all("--max-model-len" in process.words for process in engines_of(file, SECRETS).values())
+
+
 def test_workers_follow_the_models_of_a_plan_and_stay_where_they_can(tmp_path: Path) -> None:
     file = cluster(tmp_path)
     plan = Plan((HerdGroup("a", 1, ("m",)), HerdGroup("b", 2, ("m",)), HerdGroup("c", 1, ("n",))))
