@@ -26,6 +26,7 @@ LOST_AFTER = {  # a node that refuses connections for three seconds is lost, and
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "3",
 }
+NICENESS = {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would leave servers behind whatever else runs
 OBJECTS_BYTES = 100 << 20  # Ray's object store, which llmserve does not use
 READY = b"Ray runtime started"
 
@@ -41,7 +42,7 @@ class LocalRay(msgspec.Struct, frozen=True):
 def environment(folder: Path) -> dict[str, str]:
     """The variables of a head whose tables are kept in the folder. Ray's own names; the user's values win."""
     store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
-    return {**LOST_AFTER, **store, **os.environ}
+    return {**LOST_AFTER, **NICENESS, **store, **os.environ}
 
 
 def head_command(folder: Path, port: int, cpus: int | None, gpus: int | None) -> list[str]:
