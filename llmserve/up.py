@@ -85,6 +85,12 @@ def _ray_for(file: ClusterFile, args: argparse.Namespace) -> tuple[str, ClusterF
     if args.address is not None:
         if args.num_cpus is not None or args.num_gpus is not None:
             raise ConfigError("--num-cpus and --num-gpus are for a Ray that is started, not for --address")
+        anonymous = file.door.settings.get("server", {}).get("anonymous", False)
+        if file.host != LOOPBACK and file.door.api_key_file is None and not anonymous:
+            raise ConfigError(
+                "other machines can reach the doors, and no API key is required: give api_key_file in [door], "
+                'anonymous = true in [door.settings.server], or host = "127.0.0.1" on a single machine'
+            )
         return args.address, file
     state = folder_of(file.name)
     ray = local_ray.running(state)
@@ -104,15 +110,19 @@ def _wait(cluster: str, within_s: float) -> None:
         report = report_of(cluster)
         if report["ready"]:
             break
-        missing = [f"{row['name']} ({row['state']})" for row in report["processes"] if row["state"] != "running"]
+        missing = [_told(row) for row in report["processes"] if row["state"] != "running"]
         now_s = time.monotonic()
         if now_s - began_s > within_s:
-            reasons = [f"\n    {row['name']}: {row['last_end']}" for row in report["processes"] if row.get("last_end")]
-            raise NoAnswer(f"not everything runs after {within_s:g} s: {', '.join(missing)}{''.join(reasons)}")
+            raise NoAnswer(f"not everything runs after {within_s:g} s: {', '.join(missing)}")
         if now_s - said_s > LINE_EVERY_S:
             said_s = now_s
             print(f"waiting for {', '.join(missing)} ({now_s - began_s:.0f} s)", file=sys.stderr, flush=True)
     _print_doors(cluster, report)
+
+
+def _told(row: dict[str, Any]) -> str:
+    ended = f", {row['last_end'].splitlines()[0]}" if row.get("last_end") else ""
+    return f"{row['name']} ({row['state']}{ended})"
 
 
 def _print_doors(cluster: str, report: dict[str, Any]) -> None:

@@ -119,6 +119,7 @@ class Controller:
         self._removing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._steps = 0
+        self._settled = False  # everything has been described that should run
         self._quotas = Quotas()
         self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
         self._replanning = _replanning_of(desired)
@@ -142,14 +143,14 @@ class Controller:
         """Follow another file, plan or keys from now on."""
         if desired.instance != self.desired.instance or desired.file.planning != self.desired.file.planning:
             self._replanning = _replanning_of(desired)
-        self.desired = desired
+        self.desired, self._settled = desired, False
         await self._machines.save(DESIRED, msgspec.json.encode(desired))
         self._changed.set()
 
     # ---- a step ----
 
     async def step(self) -> None:
-        machines = self._machines
+        machines, desired = self._machines, self.desired
         if not self._steps:
             await self._remember()
         self._steps += 1
@@ -169,6 +170,7 @@ class Controller:
         for name in sorted(present - wanted.keys() - self._removing.keys()):
             if not self._is_needed(name):
                 self._removing[name] = asyncio.create_task(self._remove(name))
+        self._settled = desired is self.desired and not self._removing
 
     async def _remember(self) -> None:
         """What an earlier controller has sent and seen: unchanged processes are left alone, also silent ones."""
@@ -352,11 +354,13 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything that should run does."""
+        """Whether everything that should run does, as it is described."""
         wanted = {name for name in self._sent if name not in self._removing}
         kinds = {self._sent[name].process.kind for name in wanted}
         running = all(
-            name in self.statuses and name not in self.silent and self.statuses[name].state == "running"
+            (status := self.statuses.get(name)) is not None
+            and name not in self.silent
+            and (status.state, status.revision) == ("running", self._sent[name].revision)
             for name in wanted
         )
-        return kinds >= {"engine", "group", "door"} and running
+        return self._settled and kinds >= {"engine", "group", "door"} and running

@@ -144,9 +144,10 @@ class Keeper:
             self._starting = asyncio.create_task(self._start())
 
     async def _reload(self) -> bool:
-        """Have the server read its files again. False: it refuses these changes without a restart."""
-        if not self._process.healthy:
-            return self._state == "starting" and self._process.pid is None  # it has read nothing yet
+        """Have the server read its files again, once it runs. False: it refuses these changes without a restart."""
+        until_s = time.monotonic() + RELOAD_S
+        while not self._process.healthy and time.monotonic() < until_s:
+            await asyncio.sleep(0.1)
         client = HttpClient(
             f"http://{self._local}:{self._process.port}", connect_s=5.0, idle_s=RELOAD_S, answer_s=RELOAD_S
         )

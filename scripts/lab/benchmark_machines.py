@@ -70,7 +70,7 @@ async def kills(args: Any) -> dict[str, Any]:
     from on_ray.nodes import nodes
 
     rng = np.random.default_rng(args.seed)
-    kinds = [KINDS[number % len(KINDS)] for number in range(args.count)]
+    kinds = [(args.kinds or KINDS)[number % len(args.kinds or KINDS)] for number in range(args.count)]
     rng.shuffle(kinds)
     rows = []
     with nodes(NODES, CPUS) as ray_nodes:
@@ -249,6 +249,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--count", type=int, default=100, help="kills")
+    parser.add_argument("--kinds", nargs="+", help="what is killed: engine, group, door, keeper, node (default: all)")
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--away-s", type=float, default=20.0, help="how long the head is away")
