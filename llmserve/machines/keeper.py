@@ -146,7 +146,7 @@ class Keeper:
     async def _reload(self) -> bool:
         """Have the server read its files again, once it runs. False: it refuses these changes without a restart."""
         until_s = time.monotonic() + RELOAD_S
-        while not self._process.healthy and time.monotonic() < until_s:
+        while not self._process.healthy and time.monotonic() < until_s:  # noqa: ASYNC110 (no event to wait for)
             await asyncio.sleep(0.1)
         client = HttpClient(
             f"http://{self._local}:{self._process.port}", connect_s=5.0, idle_s=RELOAD_S, answer_s=RELOAD_S

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
     "max_task_retries": -1,
     "lifetime": "detached",
-    "max_concurrency": 64,
+    "max_concurrency": 16,  # calls at once: of a keeper threads
 }
 
 
@@ -82,7 +83,10 @@ def _log_to_stderr() -> None:
 
 
 class KeeperActor:
-    """Keeps one process on the node where Ray has put the actor."""
+    """Keeps one process on the node where Ray has put the actor, from the actor's start on.
+
+    The keeper has an event loop of its own, in a thread: the process starts although nobody calls the actor.
+    """
 
     def __init__(self, cluster: str, name: str) -> None:
         _log_to_stderr()
@@ -99,19 +103,18 @@ class KeeperActor:
             folder=folder_of(cluster) / context.get_node_id()[:8],
             admin_key=msgspec.json.decode(desired, type=Desired).secrets.admin,
         )
-        self._started = False
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, daemon=True).start()
+        self._loop.call_soon_threadsafe(self._keeper.start)
 
-    async def status(self) -> Status:
-        if not self._started:
-            self._started = True
-            self._keeper.start()
+    def status(self) -> Status:
         return self._keeper.status()
 
-    async def apply(self, described: Described) -> None:
-        await self._keeper.apply(described.process, described.revision)
+    def apply(self, described: Described) -> None:
+        asyncio.run_coroutine_threadsafe(self._keeper.apply(described.process, described.revision), self._loop).result()
 
-    async def stop(self) -> None:
-        await self._keeper.stop()
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._keeper.stop(), self._loop).result()
 
 
 class ControllerActor:

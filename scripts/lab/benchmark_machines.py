@@ -127,6 +127,8 @@ async def head(args: Any) -> dict[str, Any]:
         killed_s = time.monotonic()
         await asyncio.sleep(args.away_s)
         log(f"the head was away for {args.away_s:g} s: {summary(clients.asked)['ends']}")
+        # `ray start` would take the nodes of this machine for a head that runs already.
+        (ray_nodes.folder / "ray_current_cluster").unlink(missing_ok=True)
         await asyncio.to_thread(ray_nodes.head.start_again)
         started_s = time.monotonic()
         _reconnect(ray_nodes)
