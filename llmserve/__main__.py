@@ -36,12 +36,18 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "doctor": "say what is wrong or slow in a running server or a configuration",
     "queue": "show who waits in a running server, and for how long",
     "batch": "run a file of requests, or show and cancel the batches of a server",
+    "up": "start engines, groups and doors on a Ray cluster",
+    "status": "show a cluster's doors, groups and engines",
+    "down": "stop a cluster",
 }
 USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
     "queue": "URL --admin-key-file FILE [--json]",
     "batch": "run INPUT OUTPUT --engine URL | list | show ID | cancel ID --url URL",
     "doctor": "--url URL | --config FILE [options]",
+    "up": "CLUSTER.toml [options]",
+    "status": "[NAME] [--address HOST:PORT] [--json]",
+    "down": "[NAME] [--address HOST:PORT]",
     "evaluate": "[PREDICTOR | --online] [options]",
 }  # else: [options]
 

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace, path: Path, output: Path) -> int:
 async def run_file(config: Config, path: Path, lines: Any, output: Path, errors: Path) -> int:
     """Run the lines of a file that have no result yet. Returns the exit status."""
     from llmserve.jobs.file_run import FileRun
+    from llmserve.reload import Reloader
     from llmserve.start import checked, start_cluster
 
     config = checked(config)
@@ -95,7 +96,7 @@ async def run_file(config: Config, path: Path, lines: Any, output: Path, errors:
     print(f"{file_run.total} lines, {file_run.done} of them done before", file=sys.stderr)
     if file_run.done < file_run.total:
         async with AsyncExitStack() as stack:
-            cluster, _, _ = await start_cluster(config, stack)
+            cluster, _, _ = await start_cluster(config, stack, Reloader(config))
             cluster.start()
             while not any(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
                 await asyncio.sleep(0.1)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from llmserve.engines import embedded, vllm_process
+from llmserve.engines import embedded, group_server, vllm_process
 from llmserve.engines.engine_process import EngineProcess
+from llmserve.engines.group_server import GroupServer
 from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
 from llmserve.errors import ConfigError
 from llmserve.extras import need_embedded
@@ -61,7 +62,7 @@ class EngineKind:
         self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, learns_slots: bool = False
     ) -> OpenAIEngine:
         settings = self.settings
-        return OpenAIEngine(
+        return (GroupServer if settings.engines_are_groups else OpenAIEngine)(
             info,
             url,
             timeouts=Timeouts(
@@ -179,6 +180,11 @@ class Servers(EngineKind):
             raise ConfigError("engine: the same server is given twice")
 
     def connect(self) -> list[OpenAIEngine]:
+        if self.settings.engines_are_groups:
+            return [
+                self._connected(EngineInfo(engine_name(url), group_server.SLOTS, False, worker=worker), url)
+                for worker, url in self.settings.placed_urls
+            ]
         slots = self.settings.slots
         learns = not self.settings.barrier and slots is None
         return [

@@ -90,6 +90,12 @@ class Gauges:
                 slots_known.add_metric([name], float(handle.slots_found))
                 load_known.add_metric([name], float(handle.load_known))
         yield from (ready, running, slots, tokens, open_, slots_known, load_known, pace)
+        wanted = GaugeMetricFamily(
+            "llmserve_engines_wanted", "Engines that the model's requests need, by forecasts", labels=["model"]
+        )
+        for model, count in sorted(self._cluster.engines_wanted().items()):
+            wanted.add_metric([model], count)
+        yield wanted
 
     def _prediction(self) -> Iterator[Metric]:
         """Yield the accuracy of predictions over the scheduler's window."""

@@ -1,4 +1,4 @@
-"""Keys, limits, weights, budgets and engines by URL are read again while the server runs: all or nothing."""
+"""Keys, limits, weights, budgets, engines by URL and plans are read again while the server runs: all or nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 import msgspec
 
+from llmserve import group_plan
 from llmserve.api.keys import default_limits, keys_of
 from llmserve.api.limits import KeyLimits
 from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.regroup import Regrouper
 from llmserve.engine_kinds import Servers, engine_name
 from llmserve.errors import ConfigError
 from llmserve.settings import Config, EngineConfig
 
-CHANGEABLE = {"concurrent_max", "requests_per_minute_max", "tokens_per_minute_max", "engine"}
+CHANGEABLE = {"concurrent_max", "requests_per_minute_max", "tokens_per_minute_max", "engine", "limits_part"}
+"""Settings that may change. limits_part counts at the next start only: the controller of a cluster deals the parts."""
 
 Commit = Callable[[], None]
 Part = Callable[[Config, Config], Commit]
@@ -94,12 +97,21 @@ def engines_part(config: Config, cluster: LiveCluster) -> Part:
     return prepare
 
 
+def plan_part(regrouper: Regrouper) -> Part:
+    """The groups of --plan: its file is read again, and the groups change while requests go on."""
+
+    def prepare(before: Config, after: Config) -> Commit:
+        group_plan.with_plan(after)
+        planned = group_plan.planned_groups(after)
+        return lambda: regrouper.change_to(planned)
+
+    return prepare
+
+
 def _changes(old: EngineConfig, new: EngineConfig) -> tuple[set[str], set[str]]:
     """Names of the engines that were added and removed. Raises ConfigError."""
     if old.engine == new.engine:
         return set(), set()
-    if old.plan is not None:
-        raise ConfigError("engine: cannot change while the server runs with --plan: restart it")
     if not old.urls or (old.has_vllm, old.has_embedded) != (new.has_vllm, new.has_embedded):
         raise ConfigError("engine: only URLs can change while the server runs: restart it")
     new.check()

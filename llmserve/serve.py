@@ -179,7 +179,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         listener = stack.enter_context(listening_socket(server.host, server.port))
         if server.metrics_port is not None:
             state_listener = stack.enter_context(listening_socket(server.metrics_host or LOOPBACK, server.metrics_port))
-        cluster, gpus, saver = await start_cluster(config, stack, kept)
+        cluster, gpus, saver = await start_cluster(config, stack, reloader, kept)
         usage, metrics = await _counted(config, cluster, gpus, saver, stack)
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))

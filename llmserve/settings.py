@@ -31,6 +31,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "budgets there. Without the file no key is required"
         ),
     ] = None
+    door_key_file: Annotated[
+        str | None,
+        Meta(
+            description="file with the key of doors, servers with --engines-are-groups: who has this key says whose "
+            "requests these are. Without --api-key-file only doors are served"
+        ),
+    ] = None
     admin_key_file: Annotated[
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
@@ -133,6 +140,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "does so unless its arguments say otherwise"
         ),
     ] = False
+    engines_are_groups: Annotated[
+        bool,
+        Meta(
+            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key: this "
+            "server is a door. It checks keys and limits, and tells the group's server who asks"
+        ),
+    ] = False
     barrier: Annotated[
         bool, Meta(description="URL and vllm engines run each batch to its end (static batching), without refill")
     ] = False
@@ -224,6 +238,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("engine: the same server is given twice")
         if self.has_vllm and self.model is None:
             raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        if self.engines_are_groups and (self.barrier or len(self.urls) < len(self.engine or ("embedded",))):
+            raise ConfigError("engines_are_groups: only URLs can be groups, without --barrier")
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")
@@ -318,6 +334,15 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="tokens of prompts and answers per minute and API key; 0: no limit"),
     ] = 0
+    limits_part: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="part of the keys' limits that this server may use at first, where several servers share the "
+            "keys: `llmserve up` sets it, and deals the parts anew each second",
+        ),
+    ] = 1.0
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(

@@ -28,6 +28,7 @@ from llmserve.extras import need
 from llmserve.learnt import learnt_before
 from llmserve.policies import PLANNED, SchedulingConfig
 from llmserve.policy_names import order_of
+from llmserve.reload import Reloader, plan_part
 from llmserve.scheduling.orders import FixedOrder
 from llmserve.settings import Config
 from llmserve.spelling import nearest
@@ -93,11 +94,11 @@ def _check_tuning(config: Config, scheduling: SchedulingConfig) -> None:
 
 
 async def start_cluster(
-    config: Config, stack: AsyncExitStack, kept: StateFile | None = None
+    config: Config, stack: AsyncExitStack, reloader: Reloader, kept: StateFile | None = None
 ) -> tuple[LiveCluster, str | None, Saver | None]:
     """Start engines and predictors concurrently (each loads for seconds), then create the cluster.
 
-    kept : where what was learnt is kept; None: nowhere.
+    reloader : takes the plan as a part.  kept : where what was learnt is kept; None: nowhere.
     Returns the cluster, the GPUs of the engines that llmserve started, see EngineKind.gpus, and what saves the state.
     """
     async with _concurrently() as group:
@@ -142,6 +143,7 @@ async def start_cluster(
         regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
+        reloader.add(plan_part(regrouper))
     return cluster, gpus, saver
 
 

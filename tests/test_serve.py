@@ -322,8 +322,10 @@ def test_the_import_rules_hold() -> None:
         "llmserve.policy_names": {"llmserve.errors", "llmserve.policies", "llmserve.scheduling"},
         "llmserve.dispatch_config": {"bins", "llmserve.by_model", "llmserve.policies"},
         "llmserve.headers": set(),
+        "llmserve.asker": {"llmserve.errors", "llmserve.headers", "llmserve.request"},
         "llmserve.engines": {
-            *("bins", "llmserve.request", "llmserve.errors", "llmserve.extras", "llmserve.headers"),
+            *("bins", "llmserve.asker", "llmserve.request", "llmserve.errors", "llmserve.extras"),
+            "llmserve.headers",
         },
         "llmserve.cluster": {
             "llmserve.logs",
@@ -339,6 +341,7 @@ def test_the_import_rules_hold() -> None:
         "llmserve.api": {
             "llmserve.jobs",
             *(
+                "llmserve.asker",
                 "llmserve.cluster",
                 "llmserve.config",
                 "llmserve.deadline_settings",

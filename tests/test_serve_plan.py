@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 from front import Front, StartFront, until
 from worlds.invariants import check
@@ -18,9 +20,10 @@ from llmserve.cluster import journal
 from llmserve.engines.fake import FakeEngine, FakePace
 from llmserve.errors import ConfigError
 from llmserve.herd import HerdGroup, Instance, Model, Plan, Stream
+from llmserve.reload import Reloader
 from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, ServerConfig
+from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
 
 M_AND_N = {"n": FakePace(0.005)}
 
@@ -293,3 +296,36 @@ async def test_a_group_without_an_engine_here_is_an_error(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=message):
             async with serving(Config(server=ServerConfig(port=0), engines=engine)):
                 raise AssertionError("it must not start")
+
+
+async def test_a_plan_and_engines_that_are_read_again_take_effect_together(tmp_path: Path) -> None:
+    """The door of a cluster follows another plan so: groups come, go and get other engines while requests run."""
+    left, right = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("right", 1, ("n",), workers=("w1",))
+    async with engines(3, slots=2) as fakes, aiohttp.ClientSession() as session:
+        before = Config(
+            server=ServerConfig(port=0),
+            engines=placed(fakes[:2], 2, plan=saved(tmp_path, left, right)),
+            live=LiveConfig(probe_every_s=0.05),
+        )
+        now = before
+        reloader = Reloader(before, lambda: now)
+        async with serving(before, reloader) as (cluster, url):
+            front = Front(cluster, url, session)
+            await until(lambda: all(cluster.engines_ready.values()))
+            assert await ask(front, "m") == (200, name_of(fakes[0]))
+            running = [asyncio.ensure_future(ask(front, "m", max_tokens=40)) for _ in range(6)]
+            await until(lambda: len(cluster.scheduler.requests) == 6)
+            now = Config(
+                server=before.server,
+                engines=msgspec.structs.replace(before.engines, engine=placed(fakes, 2).engine[1:]),
+                live=before.live,
+            )
+            with pytest.raises(ConfigError, match="group left has no engine on its worker w0"):
+                await reloader.reload()
+            saved(tmp_path, HerdGroup("left", 2, ("m",), workers=("w1", "w2")))
+            await reloader.reload()
+            assert {status for status, _ in await asyncio.gather(*running)} == {200}
+            await until(lambda: set(cluster.engines_ready) == {name_of(fake) for fake in fakes[1:]})
+            await until(lambda: all(cluster.engines_ready.values()))
+            assert (await ask(front, "m"))[1] in (name_of(fakes[1]), name_of(fakes[2]))
+            check(cluster.scheduler)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from llmserve.api.answers import json_response
 from llmserve.api.authentication import Keys
 from llmserve.api.limits import KeyLimits
+from llmserve.api.peers import Peers
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, ConfigError, NotFound
@@ -35,6 +36,7 @@ class AdminEndpoints:
         self._keys = keys
         self._limits = limits
         self._reload = reload
+        self._peers = Peers(cluster, limits)
 
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
@@ -77,6 +79,11 @@ class AdminEndpoints:
         limits = self._limits
         budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
         return json_response({"usage": limits.usage.shown() if limits.usage is not None else [], "budgets": budgets})
+
+    async def peers(self, request: Request) -> Response:
+        """Take this server's parts of the limits; tell the controller of the cluster what came since the last time."""
+        self._admit(request)
+        return json_response(self._peers.exchange(await request.body()))
 
     async def reload(self, request: Request) -> Response:
         """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""

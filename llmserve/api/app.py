@@ -5,7 +5,7 @@ GET /openapi.json (the endpoints)   /v1/files, /v1/batches and below: api/batche
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
 GET / (a page for people)   GET /events (what it shows)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
-GET /admin/usage   POST /admin/reload
+GET /admin/usage   POST /admin/reload   POST /admin/peers
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
+from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser
 from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
+from llmserve.asker import as_asked
 from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
@@ -56,7 +58,7 @@ from llmserve.errors import (
     Unavailable,
     model_not_found,
 )
-from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.headers import ASKER_HEADER, BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
 from llmserve.settings import ApiConfig
@@ -162,6 +164,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, parts: Iterable[P
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])
+    app.add_route("/admin/peers", admin.peers, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in ENDPOINTS:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
@@ -254,7 +257,10 @@ class _Endpoints:
             call = self._of_only_model(call)
         elif self._aliases:
             call = self._aliases.resolved(call)
-        call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
+        if exchange.key == DOOR:
+            call = as_asked(call, exchange.headers.get(ASKER_HEADER))
+        else:
+            call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
         self._check_served(call)
         if call.form is not COMPLETION:
             call = self._cluster.routes.routed(call)
@@ -351,7 +357,7 @@ class _Endpoints:
 
     async def wrong_method(self, request: Request) -> Response:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
-        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload"))
+        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload", "/admin/peers"))
         response.headers["allow"] = "POST" if request.url.path in ENDPOINTS or is_order else "GET"
         return response
 

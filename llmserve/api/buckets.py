@@ -11,14 +11,17 @@ ROUNDING = 1e-6  # of a token: whoever comes back after `wait_s` is admitted
 class Bucket:
     """Holds `size`, and is refilled evenly over a minute. What was reserved and not used comes back.
 
-    A request that used more than was reserved leaves a debt, which the refill pays first.
+    A request that used more than was reserved leaves a debt, which the refill pays first. So does a request of more
+    than `size`, which may go when the bucket is full: of a limit of several servers, `size` is this server's part.
+    limit : of all servers together.  size : None: the limit
     """
 
-    __slots__ = ("_level", "_since_s", "size")
+    __slots__ = ("_level", "_since_s", "limit", "size")
 
-    def __init__(self, size: int, now_s: float) -> None:
-        self.size = size
-        self._level, self._since_s = float(size), now_s
+    def __init__(self, limit: int, now_s: float, size: float | None = None) -> None:
+        self.limit = limit
+        self.size = float(limit) if size is None else size
+        self._level, self._since_s = self.size, now_s
 
     def level(self, now_s: float) -> float:
         """What may be taken now; below 0: a debt."""
@@ -27,8 +30,8 @@ class Bucket:
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until the amount, at most the size, may be taken; 0: now."""
-        short = amount - self.level(now_s)
+        """Seconds until the amount may be taken; 0: now."""
+        short = (min(amount, self.size) if amount <= self.limit else amount) - self.level(now_s)
         return short * MINUTE_S / self.size if short > ROUNDING else 0.0
 
     def full_in_s(self, now_s: float) -> float:
@@ -38,10 +41,15 @@ class Bucket:
         """Take the amount. amount : < 0 gives back"""
         self._level = self.level(now_s) - amount
 
-    def resize(self, size: int, now_s: float) -> None:
-        """Change the size; what is taken stays taken."""
-        self._level = self.level(now_s) + size - self.size
-        self.size = size
+    def resize(self, limit: int, now_s: float, size: float | None = None) -> None:
+        """Change the size; what is taken stays taken.
+
+        Of the same limit, a larger part is empty at first: another server may have used it.
+        """
+        size = float(limit) if size is None else size
+        level = self.level(now_s)
+        self._level = min(level, size) if limit == self.limit else level + size - self.size
+        self.limit, self.size = limit, size
 
 
 class Scope:
@@ -49,33 +57,40 @@ class Scope:
 
     requests, tokens        None: no limit by the minute
     running, waiting_tokens requests in progress, and tokens of those that have not started
+    part                    of the limits that this server may use, 1 where no other serves these keys
     """
 
     __slots__ = ("concurrent", "requests", "running", "tokens", "tokens_waiting", "waiting_tokens", "who")
 
-    def __init__(self, who: str, limits: Limits, now_s: float) -> None:
+    def __init__(self, who: str, limits: Limits, now_s: float, part: float = 1.0) -> None:
         self.who = who
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.running, self.waiting_tokens = 0, 0.0
-        self.change(limits, now_s)
+        self.change(limits, now_s, part)
 
-    def change(self, limits: Limits, now_s: float) -> None:
+    def change(self, limits: Limits, now_s: float, part: float = 1.0) -> None:
         """Take other limits; what counts against them stays."""
-        self.requests = _bucket(self.requests, limits.requests_per_minute, now_s)
-        self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now_s)
-        self.concurrent = limits.concurrent or 0
-        self.tokens_waiting = limits.tokens_waiting or 0
+        self.requests = _bucket(self.requests, limits.requests_per_minute, now_s, part)
+        self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now_s, part)
+        self.concurrent = _whole(limits.concurrent, part)
+        self.tokens_waiting = _whole(limits.tokens_waiting, part)
 
     @property
     def limits_anything(self) -> bool:
         return bool(self.requests or self.tokens or self.concurrent or self.tokens_waiting)
 
 
-def _bucket(before: Bucket | None, size: int | None, now_s: float) -> Bucket | None:
-    if not size:
+def _whole(limit: int | None, part: float) -> int:
+    """At least 1, so that no server refuses a key for ever; 0: no limit."""
+    return max(1, round(limit * part)) if limit else 0
+
+
+def _bucket(before: Bucket | None, limit: int | None, now_s: float, part: float) -> Bucket | None:
+    if not limit:
         return None
+    size = max(1.0, limit * part)
     if before is None:
-        return Bucket(size, now_s)
-    before.resize(size, now_s)
+        return Bucket(limit, now_s, size)
+    before.resize(limit, now_s, size)
     return before

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from llmserve.api.authentication import Keys
 from llmserve.api.budgets import Ledger
 from llmserve.api.key_file import KeyFile, Limits, read_key_file, read_keys
@@ -18,6 +20,7 @@ from llmserve.metrics import Metrics
 from llmserve.settings import Config
 
 USAGE_FILE = "usage.sqlite"
+DOOR = "/door"  # name of the doors' key: no client's key has a slash in its name
 
 
 def keys_of(config: Config) -> KeyFile:
@@ -30,6 +33,11 @@ def keys_of(config: Config) -> KeyFile:
         raise ConfigError("usage_file: only a TOML file of --api-key-file has budgets")
     if file.has_budgets and _usage_path(config) is None:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
+    if server.door_key_file is not None:
+        (key,) = read_keys(Path(server.door_key_file)).values()
+        if key in file.keys.values():
+            raise ConfigError(f"{server.door_key_file}: a client has the doors' key, too")
+        file = replace(file, keys={**file.keys, DOOR: key})
     return file
 
 
@@ -54,6 +62,7 @@ def key_limits_of(
         times=LiveQueueTimes(cluster),
         usage=usage,
         on_refused=metrics.refused,
+        part=config.limits.limits_part,
     )
 
 

@@ -49,6 +49,7 @@ class KeyLimits:
     times       predicts when requests start and end; None: nothing is predicted
     usage       counts what keys use; None: nothing is counted
     on_refused  called with the code of an error for a call that had already been parsed
+    part        of the limits that this server may use at first, where several servers share the keys
     """
 
     def __init__(
@@ -60,12 +61,15 @@ class KeyLimits:
         times: QueueTimes | None = None,
         usage: UsageCounts | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
+        part: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keys = Keys({})
         self.prices: Mapping[str, Price] = MappingProxyType({})
         self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
         self.ledger = ledger
+        self._first_part = part
+        self.part_of: dict[str, float] = {}  # of the limits, by key: what other servers use is not this one's
         self._accounts: dict[str, Account] = {}
         self._defaults: Limits | None = None
         self.change(file, defaults)
@@ -78,6 +82,8 @@ class KeyLimits:
         for name in file.keys or ("",):
             policy = file.policies.get(name, KeyPolicy())
             account = self._accounts.get(name)
+            if account is None:
+                self.part_of.setdefault(name, self._first_part)
             if account is None or defaults != self._defaults or policy != account.policy:
                 account = account or self._accounts.setdefault(name, Account(name, self))
                 account.change(policy, policy.limits.over(defaults), self.ledger)
@@ -87,6 +93,23 @@ class KeyLimits:
         self.keys.replace(file.keys)
         self.prices, self._defaults = file.prices, defaults
 
+    def deal(self, parts: Mapping[str, float]) -> None:
+        """Take other parts of the limits. parts : 0 to 1, by key; keys that are not here are left out"""
+        for name, part in parts.items():
+            account = self._accounts.get(name)
+            if account is not None and part != self.part_of.get(name):
+                self.part_of[name] = part
+                account.resize()
+
+    def asked(self) -> dict[str, int]:
+        """Requests of each limited key since the last call, also refused ones."""
+        asked = {
+            name: account.asked for name, account in self._accounts.items() if account.asked and account.is_limited
+        }
+        for name in asked:
+            self._accounts[name].asked = 0
+        return asked
+
     @property
     def accounts(self) -> Iterable[Account]:
         return self._accounts.values()
@@ -94,6 +117,7 @@ class KeyLimits:
     def acquire(self, name: str) -> Account:
         """Count a new request of a key. Every `acquire` that returns needs a `release`. Raises RateLimited."""
         account = self._accounts[name]
+        account.asked += 1
         if account.is_limited:
             try:
                 account.check_request(account.key, "")
@@ -118,6 +142,7 @@ class Account:
     is_limited  whether the key has any limit or budget
     charges     of the key's calls in flight
     last        the key's last request whose model and share are known; None: none has come yet
+    asked       requests so far, see KeyLimits.asked
     """
 
     def __init__(self, name: str, limits: KeyLimits) -> None:
@@ -129,6 +154,8 @@ class Account:
         self.is_limited = self._shows_limits = False
         self.charges: set[KeyCharge] = set()
         self.last: Request | None = None
+        self.asked = 0
+        self._limits = Limits()
         self._first_ends: dict[str, tuple[float, float]] = {}  # by model: times of the prediction, and of the end
         self._starts: dict[str, tuple[float, list[float], list[float]]] = {}  # likewise; see _starts_of
         self._models: dict[str, Scope] = {}
@@ -138,14 +165,27 @@ class Account:
         now_s = self.limits.clock()
         self.policy = policy
         self.budgets = budgets_of(self.name, policy.budgets, ledger, self.budgets) if ledger is not None else ()
-        self.key.change(limits, now_s)
-        before, self._models = self._models, {}
-        for model, of_model in policy.models.items():
-            scope = self._models[model] = before.get(model) or Scope(f"this key on {model}", of_model, now_s)
-            scope.change(of_model, now_s)
+        self._limits = limits
+        before = self._models
+        self._models = {
+            model: before.get(model) or Scope(f"this key on {model}", of_model, now_s, self._part)
+            for model, of_model in policy.models.items()
+        }
+        self.resize()
         scopes = (self.key, *self._models.values())
         self.is_limited = bool(self.budgets) or any(scope.limits_anything for scope in scopes)
         self._shows_limits = any(scope.requests or scope.tokens for scope in scopes)
+
+    @property
+    def _part(self) -> float:
+        return self.limits.part_of.get(self.name, 1.0)
+
+    def resize(self) -> None:
+        """Take this server's part of the limits; what counts against them stays."""
+        now_s, part = self.limits.clock(), self._part
+        self.key.change(self._limits, now_s, part)
+        for model, scope in self._models.items():
+            scope.change(self.policy.models[model], now_s, part)
 
     def release(self) -> None:
         """Note that a request has ended."""
@@ -190,7 +230,7 @@ class Account:
             )
         if scope.requests is not None and (wait_s := scope.requests.wait_s(1.0, self.limits.clock())):
             raise self._refusal(
-                f"{scope.who} may send {scope.requests.size} requests per minute",
+                f"{scope.who} may send {scope.requests.limit} requests per minute",
                 code="requests_per_minute",
                 retry_after_s=max(wait_s, self._next_start_s()),
                 model=model,
@@ -199,11 +239,11 @@ class Account:
     def check_tokens(self, scope: Scope, model: str, tokens: float) -> None:
         """Raise RateLimited if so many tokens exceed the scope now; BadRequest if they always will."""
         if (bucket := scope.tokens) is not None:
-            if tokens > bucket.size:
-                raise _too_large(tokens, f"{scope.who} may use {bucket.size:,} tokens per minute", "tokens_per_minute")
+            if tokens > bucket.limit:
+                raise _too_large(tokens, f"{scope.who} may use {bucket.limit:,} tokens per minute", "tokens_per_minute")
             if wait_s := bucket.wait_s(tokens, self.limits.clock()):
                 raise self._refusal(
-                    f"{scope.who} may use {bucket.size:,} tokens per minute, and this request probably needs "
+                    f"{scope.who} may use {bucket.limit:,} tokens per minute, and this request probably needs "
                     f"{tokens:,.0f}",
                     code="tokens_per_minute",
                     retry_after_s=max(wait_s, self._next_start_s()),
@@ -287,7 +327,7 @@ class Account:
 
 def _headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
     return (
-        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.size),
+        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.limit),
         (b"x-ratelimit-remaining-" + unit, b"%d" % max(0.0, bucket.level(now_s))),
         (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.full_in_s(now_s)),
     )

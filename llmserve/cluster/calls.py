@@ -17,7 +17,7 @@ from llmserve.cluster.answer_forms import COMPLETION, StreamReader
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
-from llmserve.engines.engine import Answer, EngineError
+from llmserve.engines.engine import NOTHING, Answer, EngineError
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import EngineFailed, RequestError, Unavailable
 from llmserve.logs import about
@@ -189,6 +189,9 @@ class Forwarding:
         answer, in_flight = self._answer, self.in_flight
         if not answer.arrived():
             return None
+        if answer.served and in_flight.receipt is not None:
+            in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
+            answer.served = NOTHING
         if in_flight.call.stream and answer.status < 400:
             tokens = self._stream(answer)
         elif (body := answer.body()) is None:

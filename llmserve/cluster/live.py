@@ -19,6 +19,7 @@ from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.charges import Charges
+from llmserve.cluster.engines_wanted import EnginesWanted
 from llmserve.cluster.fleet import EngineHandle, Fleet, is_expected
 from llmserve.cluster.in_flight import Charge, Client, InFlightCall, Trace
 from llmserve.cluster.journal import Journal
@@ -116,6 +117,7 @@ class LiveCluster:
         self._solving = Solving(solvers, self._step)
         self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
         self.places = Places(scheduler, self)
+        self._wanted = EnginesWanted()
         self._empty = asyncio.Event()
         self._empty.set()
         self._listeners: list[Callable[[InFlightCall], None]] = []
@@ -148,6 +150,11 @@ class LiveCluster:
         """Predicted seconds until each of these calls ends."""
         now_s, models = self.now_s(), self.scheduler.models
         return [remaining_s(call, models[call.request.model].service, now_s) for call in running]
+
+    def engines_wanted(self) -> dict[str, int]:
+        """How many engines each model could use now; see wanted.py."""
+        models = {model: queues for model, queues in self.scheduler.models.items() if model in self.models}
+        return self._wanted.update(models, self.now_s())
 
     def remaining_s_of(self, model: str) -> list[float]:
         """`remaining_s` of the calls on the engines of a model."""

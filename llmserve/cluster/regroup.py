@@ -87,7 +87,7 @@ class Regrouper:
         self._timer = None
         self._assign(self._planned)
 
-    def _change_to(self, planned: Planned) -> None:
+    def change_to(self, planned: Planned) -> None:
         """Raises ValueError when the groups contradict each other; then nothing has changed."""
         self._assign(planned)
         self._planned = planned
@@ -112,7 +112,7 @@ class Regrouper:
             rates, self._rates = self._rates, None
             try:
                 planned = await asyncio.to_thread(replan, rates)
-                self._change_to(planned)
+                self.change_to(planned)
             except Exception:
                 log.exception("no groups could be planned for the current rates: the current groups stay")
         self._planning = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -80,6 +81,9 @@ class Passed(msgspec.Struct, frozen=True):
     body: bytes
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Answer(Protocol):
     """An answer on its way. Each method raises EngineError once the engine gives none, or has broken it off.
 
@@ -89,12 +93,14 @@ class Answer(Protocol):
                  the client to come back later, and says when
     retry_after  printable ASCII, as content_type
     complete     the whole body has arrived; parts of it may wait to be taken
+    served       fields of the receipt that the engine knows better: it is a server of llmserve itself
     """
 
     status: int
     fault: bool
     content_type: str
     retry_after: str | None
+    served: Mapping[str, Any]
 
     @property
     def complete(self) -> bool: ...

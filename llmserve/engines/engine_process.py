@@ -71,6 +71,12 @@ class EngineProcess:
     key_variable the process gets a random API key in this variable, and keeps it at a restart: other users of this
                  machine cannot read a variable, unlike a flag. `api_key`: the key; None: none was asked for
     log_file     output since the last start; the output of the start before is in FILE.1
+    stop_s       between SIGTERM and SIGKILL
+    tries        of the first start, each on another port
+    stable_s     a process that has run for so long is restarted after the first pause again
+
+    healthy      whether the process runs, and GET /health has answered since its start
+    restarts     after an unexpected end.  last_end : how the process ended last, in a line; "": it has not
     """
 
     def __init__(
@@ -83,8 +89,13 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         key_variable: str | None = None,
         log_file: Path | None = None,
+        stable_s: float = STABLE_S,
+        tries: int = START_TRIES,
+        stop_s: float = STOP_S,
     ) -> None:
         self.name = name
+        self.healthy, self.restarts, self.last_end = False, 0, ""
+        self._stable_s, self._tries, self._stop_s = stable_s, tries, stop_s
         self.port = port or free_port()
         self._command = command
         self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
@@ -115,7 +126,7 @@ class EngineProcess:
         Raises EngineStartError with the last lines of output when the process ends or is not healthy within `start_s`.
         """
         self._open_log()
-        for tries_left in reversed(range(START_TRIES)):
+        for tries_left in reversed(range(self._tries)):
             try:
                 await self._start_once()
                 break
@@ -158,6 +169,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(self._start_s):
                 await self._wait_healthy()
+            self.healthy = True
         except TimeoutError:
             await self._terminate()
             raise EngineStartError(self._failure(f"was not ready within {self._start_s:.0f} s")) from None
@@ -175,13 +187,14 @@ class EngineProcess:
                 raise EngineStartError(f"{self.name}: port {self.port}: {error.strerror or error}") from error
 
     async def _terminate(self) -> None:
+        self.healthy = False
         if self._process is None:
             return
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)  # the supervisor forwards SIGTERM to the command only
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_ended(0.02), STOP_S)
+                await asyncio.wait_for(self._wait_ended(0.02), self._stop_s)
         self._kill_group()
         await self._wait_ended(0.02)
         if self._reader is not None:
@@ -251,7 +264,9 @@ class EngineProcess:
         while True:
             since_s = time.monotonic()
             await self._wait_ended(0.25)
-            if time.monotonic() - since_s >= STABLE_S:
+            self.healthy, self.last_end = False, self._ending()
+            self.restarts += 1
+            if time.monotonic() - since_s >= self._stable_s:
                 pause_s = RESTART_PAUSE_S[0]
             failure: str | None = self._failure(f"{self._ending()}; restarting in {pause_s:.1f} s")
             while failure is not None:

@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from httptools import HttpParserError, HttpResponseParser
 
 from llmserve.engines.connecting import Connector, HttpError, printable
+from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 
 HEAD_BYTES_MAX = 64 << 10
 BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the connection is not read
@@ -24,7 +25,10 @@ STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon
 PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
 
 _KEPT_HEADERS = frozenset(
-    (b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding")
+    (
+        *(b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding"),
+        *(name.encode() for name in (BIN_HEADER, BATCH_HEADER, QUEUE_HEADER, ENGINE_HEADER, PREDICTED_HEADER)),
+    )
 )
 
 

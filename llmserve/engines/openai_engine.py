@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from llmserve.engines.connecting import HttpError, printable
-from llmserve.engines.engine import EngineError, Health, Passed, ServedModel
+from llmserve.engines.engine import NOTHING, EngineError, Health, Passed, ServedModel
 from llmserve.engines.http_client import HttpClient, Response
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
@@ -67,6 +68,8 @@ class HttpAnswer:
     """An answer over HTTP; see engine.Answer."""
 
     __slots__ = ("_engine", "_response", "content_type", "fault", "retry_after", "status")
+
+    served: Mapping[str, Any] = NOTHING
 
     def __init__(self, response: Response, engine: OpenAIEngine) -> None:
         self.status = 0
@@ -170,16 +173,14 @@ class OpenAIEngine:
             self._headers["authorization"] = f"Bearer {api_key}"
         times = self._timeouts
         self._client = HttpClient(self.url, connect_s=times.connect_s, idle_s=times.idle_s, answer_s=times.answer_s)
-        self._openings: dict[str, bytes] = {}  # the same for each request to a path
+        self._openings: dict[str, bytes] = {}
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
         self._paths: frozenset[str] | None = None
         self._paths_of: tuple[ServedModel, ...] | None = None  # models whose endpoints are `_paths`; None: not read
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
-        opening = None if call.content_type else self._openings.get(call.path)
-        if opening is None:
-            opening = self._opening(call)
+        opening = self._opening(call)
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
         for name, value in call.headers:
             further += f"{name}: {value}\r\n"
@@ -193,9 +194,12 @@ class OpenAIEngine:
         return HttpAnswer(response, self)
 
     def _opening(self, call: Call) -> bytes:
+        """The first lines of a request; the same for each request to a path, but for bodies that are no JSON."""
         if call.content_type:  # with a boundary of its own
             return self._client.opening("POST", call.path, {**self._headers, "content-type": call.content_type})
-        opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
+        opening = self._openings.get(call.path)
+        if opening is None:
+            opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
         return opening
 
     async def pass_on(self, method: str, path: str, body: bytes | None) -> Passed:

@@ -72,10 +72,8 @@ def plan(
 
     Raises ConfigError when the replicas need more GPUs than exist, or when `args` has a reserved flag.
     """
-    for flag in RESERVED:
-        if any(_flag_of(word) == flag for word in args):
-            raise ConfigError(f"{flag} is not allowed among vLLM's arguments: llmserve sets {flag}")
-    command = partial(_command, python, os.path.expanduser(model), slots, tuple(args))
+    check_args(args)
+    command = partial(_command_at, python, os.path.expanduser(model), slots, tuple(args))
     size = _gpus_per_replica(args)
     if not gpus:
         return [Replica(f"vllm-{index}", command) for index in range(count or 1)]
@@ -84,6 +82,13 @@ def plan(
         raise ConfigError(f"replicas: {count} of {size} GPUs each need {count * size} GPUs, there are {len(gpus)}")
     parts = [",".join(gpus[index * size : (index + 1) * size]) for index in range(count)]
     return [Replica(f"vllm-{index}", command, {"CUDA_VISIBLE_DEVICES": part}) for index, part in enumerate(parts)]
+
+
+def check_args(args: Sequence[str]) -> None:
+    """Raise ConfigError when the user's arguments have a reserved flag."""
+    for flag in RESERVED:
+        if any(_flag_of(word) == flag for word in args):
+            raise ConfigError(f"{flag} is not allowed among vLLM's arguments: llmserve sets {flag}")
 
 
 def slots_of(slots: int | None, args: Sequence[str]) -> int | None:
@@ -109,11 +114,16 @@ def ranks_of(args: Sequence[str]) -> int:
     return _number_of(args, DATA_PARALLEL)
 
 
-def _command(python: str, model: str, slots: int | None, args: tuple[str, ...], port: int) -> list[str]:
+def _command_at(python: str, model: str, slots: int | None, args: tuple[str, ...], port: int) -> list[str]:
+    return command(python, model, slots, args, "127.0.0.1", str(port))
+
+
+def command(python: str, model: str, slots: int | None, args: Sequence[str], host: str, port: str) -> list[str]:
+    """The words that start a server. slots, args : as in `plan`"""
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     if not _values(args, "--served-model-name"):
         words += ["--served-model-name", Path(model).resolve().name if Path(model).exists() else model]
-    words += ["--host", "127.0.0.1", "--port", str(port)]
+    words += ["--host", host, "--port", port]
     if slots is not None and not _values(args, "--max-num-seqs"):
         words += ["--max-num-seqs", str(slots)]
     if not _values(args, SCHEDULING):

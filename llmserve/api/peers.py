@@ -1,0 +1,77 @@
+"""What a server and the controller of its cluster tell each other once a second: POST /admin/peers.
+
+The server tells how many requests came, by stream and model and by limited key, and how many engines it could use. The
+controller deals the keys' limits between the doors, plans groups and asks for machines by that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.api.limits import KeyLimits
+from llmserve.cluster.journal import Step
+from llmserve.cluster.live import LiveCluster
+from llmserve.errors import BadRequest
+from llmserve.scheduling.messages import RequestArrived
+
+PAIRS_MAX = 10_000  # (stream, model) pairs that are counted apart
+
+
+class ToServer(msgspec.Struct, frozen=True):
+    """parts : of the limits that the server may use from now on, by key"""
+
+    parts: Mapping[str, Annotated[float, Meta(ge=0, le=1)]] = {}
+
+
+class FromServer(msgspec.Struct, frozen=True):
+    """Since the exchange before.
+
+    arrivals  requests by stream and model.  asked : requests by limited key, also refused ones
+    parts     of the limits, which the server uses now, by key; only keys that asked, or were dealt a part
+    wanted    engines that the server could use now, by model
+    """
+
+    arrivals: tuple[tuple[str, str, int], ...] = ()
+    asked: Mapping[str, int] = {}
+    parts: Mapping[str, float] = {}
+    wanted: Mapping[str, int] = {}
+
+
+class Peers:
+    """Counts from now on, as a listener of the cluster's journal."""
+
+    def __init__(self, cluster: LiveCluster, limits: KeyLimits) -> None:
+        self._cluster = cluster
+        self._limits = limits
+        self._arrivals: Counter[tuple[str, str]] = Counter()
+        cluster.journal.listen(self._observe)
+
+    def _observe(self, step: Step) -> None:
+        if isinstance(step.event, RequestArrived):
+            request = step.event.request
+            pair = request.stream, request.model
+            if pair not in self._arrivals and len(self._arrivals) >= PAIRS_MAX:
+                pair = "", request.model
+            self._arrivals[pair] += 1
+
+    def exchange(self, body: bytes) -> FromServer:
+        """Raises BadRequest."""
+        try:
+            told = msgspec.json.decode(body, type=ToServer)
+        except msgspec.MsgspecError as error:
+            raise BadRequest(f"the body is not what a controller sends: {error}") from error
+        self._limits.deal(told.parts)
+        arrivals, self._arrivals = self._arrivals, Counter()
+        asked = self._limits.asked()
+        parts = {name: self._limits.part_of[name] for name in {*asked, *told.parts} & self._limits.part_of.keys()}
+        return FromServer(
+            tuple((stream, model, count) for (stream, model), count in arrivals.items()),
+            asked,
+            parts,
+            self._cluster.engines_wanted(),
+        )

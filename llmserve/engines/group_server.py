@@ -1,0 +1,69 @@
+"""A client of llmserve itself: a door passes requests on to the server of a group, as if that were an engine.
+
+The group's server has the queue, and has tried its engines: its errors go to the client. Only 503 (it is stopping, or
+has no engine) lets the door try elsewhere, or wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llmserve.asker import header_of
+from llmserve.engines.engine import NOTHING
+from llmserve.engines.http_client import Response
+from llmserve.engines.openai_engine import HttpAnswer, OpenAIEngine
+from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.request import Batch, Call
+
+SLOTS = 100_000  # requests at once: the group's server queues them, and says when its queue is full
+NUMBERS = {
+    BIN_HEADER: ("bin", int),
+    BATCH_HEADER: ("batch", int),
+    QUEUE_HEADER: ("queue_ms", float),
+    PREDICTED_HEADER: ("predicted_tokens", float),
+}
+
+
+class GroupAnswer(HttpAnswer):
+    """The answer of a group's server. served : fields of the receipt, as the group's server tells them"""
+
+    __slots__ = ("served",)
+
+    def __init__(self, response: Response, engine: OpenAIEngine) -> None:
+        super().__init__(response, engine)
+        self.served = NOTHING
+
+    def _read_head(self, response: Response) -> None:
+        super()._read_head(response)
+        self.fault = self.status in (408, 503)
+        self.served = _served(response)
+
+
+def _served(response: Response) -> dict[str, Any]:
+    headers = response.headers
+    engine = headers.get(ENGINE_HEADER.encode())
+    if engine is None:
+        return {}
+    fields: dict[str, Any] = {"engine": engine.decode("latin-1")}
+    for header, (name, number) in NUMBERS.items():
+        if (text := headers.get(header.encode())) is not None:
+            try:
+                fields[name] = number(text)
+            except ValueError:  # another server has written these headers
+                return {}
+    return fields
+
+
+class GroupServer(OpenAIEngine):
+    """The server of a group, at a URL. Needs the doors' key as api_key."""
+
+    def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
+        opening = self._opening(call) + header_of(call)
+        for name, value in call.headers:
+            opening += f"{name}: {value}\r\n".encode("latin-1")
+        return GroupAnswer(self._client.ask(opening, call.body, on_change), self)
+
+    async def _load(self) -> None:
+        """A group's metrics say nothing about slots."""
+        return

@@ -1,0 +1,175 @@
+"""A door: a server whose engines are the servers of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front import Front, StartFront, until
+
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.errors import ConfigError
+from llmserve.request import Request
+from llmserve.scheduling.messages import RequestArrived, RequestEnded
+from llmserve.settings import ApiConfig, EngineConfig, ServerConfig
+
+DOOR_KEY = "sk-doors"
+KEYS = """
+[keys.ann]
+key = "sk-ann"
+weight = 3.0
+
+[keys.ben]
+key = "sk-ben"
+requests_per_minute = 1
+"""
+
+
+@pytest.fixture
+def group_server(tmp_path: Path) -> ServerConfig:
+    file = tmp_path / "door-key"
+    file.write_text(f"doors: {DOOR_KEY}\n")
+    file.chmod(0o600)
+    return ServerConfig(port=0, door_key_file=str(file))
+
+
+@pytest.fixture
+def door_server(tmp_path: Path) -> ServerConfig:
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    return ServerConfig(port=0, api_key_file=str(file))
+
+
+async def start_door(start_front: StartFront, *groups: Front, **sections: Any) -> Front:
+    engines = EngineConfig(
+        engine=tuple(group.url for group in groups), engines_are_groups=True, engine_api_key=DOOR_KEY
+    )
+    return await start_front(engines=engines, **{"scheduling": {"order": "fffs"}, **sections})
+
+
+def arrived(front: Front) -> list[Request]:
+    events = [step.event for step in front.cluster.journal.steps]
+    return [event.request for event in events if isinstance(event, RequestArrived)]
+
+
+def ended(front: Front) -> list[RequestEnded]:
+    events = [step.event for step in front.cluster.journal.steps]
+    return [event for event in events if isinstance(event, RequestEnded)]
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer sk-{name}"}
+
+
+async def test_a_door_tells_the_group_whose_request_it_is(
+    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+) -> None:
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        door = await start_door(start_front, group, server=door_server, limits=ApiConfig(slo_ms=("5000",)))
+        headers = {**key("ann"), "x-llmserve-stream": "mail", "x-llmserve-predicted-tokens": "2"}
+        async with door.post(headers=headers, max_tokens=3) as response:
+            assert (await response.json())["usage"]["completion_tokens"] == 3
+            assert response.headers["x-llmserve-engine"] == fake.url.removeprefix("http://"), (
+                "the engine, not the group"
+            )
+    (request,) = arrived(group)
+    assert (request.share, request.weight, request.stream) == ("ann", 3.0, "ann/mail")
+    assert request.predicted_tokens == 2
+    assert request.deadline_s is not None
+    assert request.sender, "the key is the sender, whose lengths are learnt"
+
+
+async def test_keys_and_limits_are_checked_at_the_door_only(
+    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+) -> None:
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        door = await start_door(start_front, group, server=door_server)
+        statuses = []
+        for headers in (key("ben"), key("ben"), key("eve"), {}):
+            async with door.post(headers=headers, max_tokens=1) as response:
+                statuses.append(response.status)
+        assert statuses == [200, 429, 401, 401]
+        assert len(arrived(group)) == 1
+
+
+async def test_only_doors_are_served_by_a_group_and_only_they_may_say_who_asks(
+    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+) -> None:
+    asker = {"x-llmserve-asker": '{"share":"boss","weight":99}'}
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        async with group.post(headers=asker, max_tokens=1) as response:
+            assert response.status == 401
+        async with group.post(headers={**asker, "authorization": f"Bearer {DOOR_KEY}"}, max_tokens=1) as response:
+            assert response.status == 200
+        bad = {"x-llmserve-asker": "boss", "authorization": f"Bearer {DOOR_KEY}"}
+        async with group.post(headers=bad, max_tokens=1) as response:
+            assert response.status == 400
+        single = await start_front(fake, server=door_server)
+        async with single.post(headers={**asker, **key("ann")}, max_tokens=1) as response:
+            assert response.status == 200
+    assert [request.share for request in arrived(group)] == ["boss"]
+    assert [request.share for request in arrived(single)] == ["ann"], "a client's own words about itself count nothing"
+
+
+async def test_a_stream_passes_byte_by_byte_and_its_last_chunk_has_the_groups_receipt(
+    start_front: StartFront, group_server: ServerConfig
+) -> None:
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        door = await start_door(start_front, group)
+        texts = []
+        for front, headers in ((door, {}), (group, {"authorization": f"Bearer {DOOR_KEY}"})):
+            headers = {**headers, "x-llmserve-receipt": "true"}
+            async with front.post(stream=True, headers=headers, max_tokens=5) as response:
+                texts.append(await response.text())
+    last = [json.loads(text.split("data: ")[-2])["llmserve"] for text in texts]
+    assert last[0]["engine"] == last[1]["engine"] == fake.url.removeprefix("http://")
+    assert texts[0].count("tok ") == texts[1].count("tok ") == 5
+
+
+async def test_the_groups_own_errors_reach_the_client(start_front: StartFront, group_server: ServerConfig) -> None:
+    """The group has tried its engines: the door tries no other group."""
+    async with FakeEngine(step_s=0.001) as fake:
+        fake.fault = Fault("500")
+        group = await start_front(fake, server=group_server, scheduling={"retries_max": 1})
+        door = await start_door(start_front, group)
+        async with door.post(max_tokens=1) as response:
+            assert response.status == 500
+            assert (await response.json())["error"]["message"] == "the engine was told to fail"
+        assert len(fake.bodies) == 2
+        async with door.post(model="nobody", max_tokens=1) as response:
+            assert response.status == 404
+
+
+async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
+    start_front: StartFront, group_server: ServerConfig
+) -> None:
+    async with FakeEngine(step_s=0.02, slots=2) as fake:
+        first, second = [await start_front(fake, server=group_server, slots=2) for _ in range(2)]
+        door = await start_door(start_front, first, second)
+
+        async def status() -> int:
+            async with door.post(max_tokens=10) as response:
+                await response.read()
+                return int(response.status)
+
+        asking = [asyncio.ensure_future(status()) for _ in range(12)]
+        await until(lambda: len(first.cluster.scheduler.requests) >= 3)
+        await first.cluster.abort()
+        assert set(await asyncio.gather(*asking)) == {200}
+    assert {request.engine for request in ended(door)} == {
+        front.url.removeprefix("http://") for front in (first, second)
+    }
+
+
+@pytest.mark.parametrize("engine", [("embedded",), ()])
+def test_only_servers_can_be_groups(engine: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="only URLs can be groups"):
+        EngineConfig(engine=engine, engines_are_groups=True).check()
