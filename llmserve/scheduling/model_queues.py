@@ -116,8 +116,7 @@ class ModelQueues:
         if not self.waiting:
             del self.tally.queues[self.model]
 
-    def _work_us(self, requests: Iterable[QueuedRequest]) -> int:
-        """Their work, while anybody counts it."""
+    def _work_us(self, requests: Iterable[QueuedRequest]) -> int:  # counted for orders that follow the load only
         return sum([queued.work_us for queued in requests]) if self.load is not None else 0
 
     # ---- arrivals ----
@@ -301,8 +300,9 @@ class ModelQueues:
 
         answer_tokens : 0: unknown; then as forecast, or as many as `ran_s` allows, if these are fewer
         """
-        likely = queued.request.choices * min(queued.likely_tokens, ran_s / self.service.seconds_per_token)
-        queued.share.charge(cost(queued.request.prompt_tokens, answer_tokens or likely) - queued.charged)
+        request, per_token_s = queued.request, self.service.seconds_per_token
+        tokens = answer_tokens or request.choices * min(queued.likely_tokens, ran_s / per_token_s)
+        queued.share.charge(cost(request.prompt_tokens, tokens) - queued.charged)
         queued.charged = 0.0
 
     def compete(self, fair: FairShares) -> None:
