@@ -34,7 +34,7 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
     "queue": "show who waits in a running server, and for how long",
-    "batch": "run a file of requests, or show and cancel the batches of a server",
+    "batch": "run a file of requests, or show a server's batches",
 }
 USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
