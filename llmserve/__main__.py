@@ -35,7 +35,7 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "bench": "measure the throughput gain of bins on a real engine",
     "doctor": "say what is wrong or slow in a running server or a configuration",
     "queue": "show who waits in a running server, and for how long",
-    "batch": "run a file of requests, or show and cancel the batches of a server",
+    "batch": "run a file of requests, or show a server's batches",
     "up": "start engines, groups and doors on a Ray cluster",
     "status": "show a cluster's doors, groups and engines",
     "down": "stop a cluster",

@@ -283,6 +283,15 @@ class Background:
 
     # ---- time ----
 
+    def tokens_per_s(self, request: Request) -> float:
+        """Tokens a second that the share of this line would get if each share that waits now went on waiting: for the
+        forecast of a job's end (llmserve/jobs/feeding.py). 0 without an engine.
+        """
+        queues = self._groups.queues_of(request.model)
+        if queues is None or not queues.all_slots:
+            return 0.0
+        return _slots_of(queues, request) / queues.service.seconds_per_token
+
     def next_wake_s(self, group_times_s: float | None) -> float | None:
         """The earliest of the caller's time and the times at which lines may start, be due, or be late."""
         times_s = [self._look_at_s, *[row[0][0] for row in self._rows.values()]]

@@ -458,6 +458,10 @@ class TimersAsRecorded:
         return self._scheduler.requests
 
     @property
+    def background(self) -> object:
+        return self._scheduler.background
+
+    @property
     def wake_at_s(self) -> float | None:
         return self._fire_at_s[0] if self._fire_at_s else None
 
