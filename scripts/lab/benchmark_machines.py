@@ -211,9 +211,8 @@ async def hop(args: Any) -> dict[str, Any]:
         }
         for number in range(args.rounds):
             for name, (load, servers) in through.items():
-                before_s = cpu_s(servers)
                 await load.run(1, args.seconds)
-                alone_ms = load.latency_ms_p50
+                alone_ms, before_s = load.latency_ms_p05, cpu_s(servers)
                 per_s = await load.run(32, args.seconds)
                 answers = len(load.latencies_s)
                 cpu_ms = 1e3 * (cpu_s(servers) - before_s) / max(1, answers)
