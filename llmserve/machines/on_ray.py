@@ -43,7 +43,7 @@ STOP_S = 120.0
 HEAD_RESOURCE = "node:__internal_head__"
 KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
-    "max_task_retries": -1,
+    "max_task_retries": 0,  # the next step of the controller asks again
     "lifetime": "detached",
     "max_concurrency": 16,  # calls at once: of a keeper threads
 }
@@ -272,7 +272,7 @@ def bring_up(desired: Desired) -> Any:
         get_if_exists=True,
         num_cpus=0,
         scheduling_strategy=_on_head(),
-        **KEEPER_OPTIONS,
+        **{**KEEPER_OPTIONS, "max_task_retries": -1},
     )
     controller = actor.remote(cluster)
     ray.get(controller.change.remote(desired))

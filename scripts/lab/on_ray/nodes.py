@@ -110,4 +110,4 @@ def nodes(workers: int, cpus: int) -> Iterator[Nodes]:
         yield cluster
     finally:
         cluster.close()
-        pass
+        shutil.rmtree(folder, ignore_errors=True)
