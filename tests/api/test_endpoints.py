@@ -293,6 +293,18 @@ async def test_calls_go_to_the_engines_that_have_the_endpoint(start_front: Start
     assert len(old.bodies) <= 1
 
 
+async def test_a_server_in_front_of_this_one_learns_its_endpoints(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, endpoints=("/v1/chat/completions", "/v1/responses")) as engine:
+        inner = await start_front(engine)
+        door = await start_front(inner.url)
+        async with door.post("/v1/embeddings", input="a") as response:
+            assert response.status == 404
+        first = await client(door).responses.create(model="fake", input="a")
+        await client(door).responses.create(model="fake", input="b", previous_response_id=first.id)
+        assert (await client(door).responses.retrieve(first.id)).id == first.id
+    assert len(engine.bodies) == 2
+
+
 async def test_an_engine_that_lists_nothing_is_tried_once(start_front: StartFront) -> None:
     chat = "/v1/chat/completions"
     async with FakeEngine(step_s=0, endpoints=(chat,)) as engine:
