@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from front import Front, StartFront, until
@@ -20,7 +19,6 @@ from llmserve.scheduling.messages import RequestArrived, RequestEnded
 from llmserve.settings import EngineConfig, ServerConfig
 
 SAID: Any = [{"role": "user", "content": "how are you"}]
-TOOL: Any = {"name": "run", "description": "runs", "input_schema": {"type": "object", "properties": {}}}
 ANSWERS = {
     "/v1/responses": {"model": "fake", "input": "how are you", "max_output_tokens": 4},
     "/v1/messages": {"model": "fake", "messages": SAID, "max_tokens": 4},
@@ -40,10 +38,6 @@ PROMPTS = {
 
 def client(front: Front, key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
-
-
-def claude(front: Front, key: str = "none") -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=front.url, api_key=key, max_retries=0)
 
 
 def arrived(front: Front) -> list[Any]:
@@ -77,51 +71,6 @@ async def test_the_openai_client_embeds_moderates_and_transcribes(start_front: S
     assert not moderated.results[0].flagged
     assert (heard.text, translated.text) == ("a word", "a word")
     assert [request.prompt_tokens for request in arrived(front)][2:] == [101, 1]
-
-
-async def test_the_anthropic_client_creates_streams_and_counts(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0) as engine:
-        front = await start_front(engine)
-        messages = claude(front).messages
-        whole = await messages.create(
-            model="fake", max_tokens=5, messages=SAID, tools=[TOOL], system=[{"type": "text", "text": "be brief"}]
-        )
-        async with messages.stream(model="fake", max_tokens=5, messages=SAID) as stream:
-            final = await stream.get_final_message()
-        count = await messages.count_tokens(model="fake", messages=SAID)
-    assert whole.content[0].type == "text"
-    assert whole.content[0].text == "tok " * 5
-    assert final.content[0].text == "tok " * 5
-    assert final.usage.output_tokens == 5
-    assert count.input_tokens > 0
-
-
-async def test_anthropics_errors_raise_the_clients_exceptions(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0) as engine:
-        front = await start_front(engine)
-        with pytest.raises(anthropic.NotFoundError) as missing:
-            await claude(front).messages.create(model="other", max_tokens=5, messages=SAID)
-        with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            await claude(front).messages.create(
-                model="fake", max_tokens=5, messages=SAID, extra_body={"temperature": 7}
-            )
-    assert missing.value.body == {
-        "type": "error",
-        "error": {"type": "not_found_error", "message": "there is no model 'other'; this server has fake"},
-    }
-
-
-async def test_a_key_may_come_as_anthropic_sends_it(start_front: StartFront, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice: sk-alice\n")
-    async with FakeEngine(step_s=0) as engine:
-        front = await start_front(engine, server=ServerConfig(port=0, api_key_file=str(keys)))
-        await claude(front, "sk-alice").messages.create(model="fake", max_tokens=5, messages=SAID)
-        with pytest.raises(anthropic.AuthenticationError):
-            await claude(front, "sk-bob").messages.create(model="fake", max_tokens=5, messages=SAID)
-        assert [model.id async for model in claude(front, "sk-alice").models.list()] == ["fake"]
-        async with front.post("/v1/embeddings", headers={"x-api-key": "sk-alice"}, input="a") as refused:
-            assert refused.status == 401
 
 
 # ---- byte for byte ----
@@ -342,6 +291,18 @@ async def test_calls_go_to_the_engines_that_have_the_endpoint(start_front: Start
     assert len(new.bodies) + len(old.bodies) == 11
     assert all(b"how are you" in body for body in old.bodies)
     assert len(old.bodies) <= 1
+
+
+async def test_a_server_in_front_of_this_one_learns_its_endpoints(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, endpoints=("/v1/chat/completions", "/v1/responses")) as engine:
+        inner = await start_front(engine)
+        door = await start_front(inner.url)
+        async with door.post("/v1/embeddings", input="a") as response:
+            assert response.status == 404
+        first = await client(door).responses.create(model="fake", input="a")
+        await client(door).responses.create(model="fake", input="b", previous_response_id=first.id)
+        assert (await client(door).responses.retrieve(first.id)).id == first.id
+    assert len(engine.bodies) == 2
 
 
 async def test_an_engine_that_lists_nothing_is_tried_once(start_front: StartFront) -> None:
