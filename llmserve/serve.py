@@ -34,6 +34,7 @@ from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config, aliases_of
 
 if TYPE_CHECKING:
+    from llmserve.api.exchange import Exchange
     from llmserve.cluster.live import LiveCluster
     from llmserve.cluster.saving import Saver
     from llmserve.metrics import Metrics
@@ -155,7 +156,6 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     Raises LLMServeError when the server cannot start.
     """
     from llmserve import state_file
-    from llmserve.api import access_log
     from llmserve.api.app import App
     from llmserve.api.batches import FILES, BatchEndpoints
     from llmserve.api.cors import Cors
@@ -211,14 +211,11 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
             await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
             log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
+        if traces is not None:
+            stack.push_async_callback(traces.close)  # after the door, whose last requests have spans
         door = await stack.enter_async_context(accepting(app, listener, limits))
         metrics.follow_server(door)
-        if traces is not None:
-            stack.push_async_callback(traces.close)
-            door.followers.append(traces.ended)
-        if server.access_log:
-            access_log.enable()
-            door.followers.append(access_log.write)
+        door.followers += _followers(config, traces)
         stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()
         if jobs is not None:
@@ -236,6 +233,17 @@ def _traces(config: Config, cluster: LiveCluster, metrics: Metrics) -> Traces | 
     from llmserve.traces import Traces, otlp
 
     return Traces(config.server.traces_sample, lambda: metrics.order, cluster.now_s, otlp())
+
+
+def _followers(config: Config, traces: Traces | None) -> list[Callable[[Exchange], None]]:
+    """Who hears of each request that has ended."""
+    from llmserve.api import access_log
+
+    followers: list[Callable[[Exchange], None]] = [traces.ended] if traces is not None else []
+    if config.server.access_log:
+        access_log.enable()
+        followers.append(access_log.write)
+    return followers
 
 
 async def _counted(

@@ -139,7 +139,10 @@ class Server:
 
     def _tell(self, exchange: Exchange) -> None:
         for follower in self.followers:
-            follower(exchange)
+            try:
+                follower(exchange)
+            except Exception:  # the others must hear of it, too
+                log.exception("a follower of ended requests failed")
         exchange.in_flight = None  # the call knows the exchange, too: a cycle would stay until a full collection
 
     # ---- connections ----

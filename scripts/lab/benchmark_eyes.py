@@ -3,139 +3,232 @@
     python scripts/lab/benchmark_eyes.py --output docs/results/eyes.json
     python scripts/lab/benchmark_eyes.py --before TREE    # beside the front-end of another checkout, as `before`
 
-Half of the requests stream 16 tokens. The front-ends run side by side in front of one engine and are asked in turn. The
-processor time of each is read before and after its turn, so that other work on the machine delays a turn and hardly
-changes its time. Medians over the rounds; a ratio is the median of each round's ratio to `off`.
+The whole way of a request, from the bytes of a client's connection to the bytes of its answer, in one process without
+sockets: the engine is a stub that answers at once, every second time with a stream of 16 tokens. Each turn is a process
+of its own, and its time is the least of its repetitions, in processor time; the turns of all variants alternate. So
+other work on the machine changes a time little. Medians over the rounds; a ratio is the median of each round's ratio
+to `off`. With callgrind the instructions of a turn can be counted instead, see --turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
+import os
 import statistics
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+import sys
+import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
-import aiohttp
-import psutil
-from aiohttp import web
 from bench.arguments import add_results, parser_of
 from bench.progress import log
 from bench.results import in_turn, machine, write_json
 from bench.rows import Row
-from bench.servers import Server, fake_engine, module, running
 from bench.tables import cells, show
 
-BODY = {"model": "fake", "messages": [{"role": "user", "content": "How long is a piece of string?"}], "max_tokens": 16}
-CONNECTIONS = 8
-VARIANTS = {
-    "off": (),
-    "access log": ("--access-log",),
-    "traces, 1 %": ("--traces-sample", "0.01"),
-    "traces, all": ("--traces-sample", "1"),
-}
+from llmserve.api.app import App
+from llmserve.api.connection import Connection
+from llmserve.api.key_file import KeyFile
+from llmserve.api.limits import KeyLimits
+from llmserve.api.listening import DoorLimits, Server, listening_socket
+from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.live import LiveCluster
+from llmserve.engines.engine import Health, ServedModel
+from llmserve.metrics import Metrics
+from llmserve.policies import SchedulingConfig
+from llmserve.request import EngineInfo
+from llmserve.settings import ApiConfig
+
+VARIANTS = ("off", "access log", "traces, 1 %", "traces, all")
+TOKENS = 16
+CHUNK = b'data: {"id":"a","model":"m","choices":[{"index":0,"delta":{"content":"word "},"finish_reason":null}]}\n\n'
+LAST = CHUNK.replace(b"null", b'"stop"')
+USAGE = b'"usage":{"prompt_tokens":9,"completion_tokens":16,"total_tokens":25}'
+STREAM = [*[CHUNK] * (TOKENS - 1), LAST, b'data: {"id":"a","choices":[],%b}\n\ndata: [DONE]\n\n' % USAGE]
+WHOLE = b'{"id":"a","choices":[{"index":0,"message":{"content":"words"},"finish_reason":"stop"}],%b}' % USAGE
 
 
-@asynccontextmanager
-async def collector() -> AsyncIterator[str]:
-    """The URL of a collector that takes all spans and keeps none."""
+class StubAnswer:
+    """An answer whose parts come one with each turn of the event loop."""
 
-    async def take(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response()
+    status, fault, retry_after = 200, False, None
 
-    app = web.Application()
-    app.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    def __init__(self, parts: list[bytes], on_change: Any) -> None:
+        self.content_type = "text/event-stream" if len(parts) > 1 else "application/json"
+        self._parts, self._on_change, self._closed = deque(parts), on_change, False
+        self._part = b""
+        asyncio.get_running_loop().call_soon(self._come)
 
+    def _come(self) -> None:
+        if not self._closed:
+            self._part = self._parts.popleft()
+            if self._parts:
+                asyncio.get_running_loop().call_soon(self._come)
+            self._on_change()
 
-def cpu_s(server: Server) -> float:
-    """Processor seconds of the server so far, in all of its processes."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    times = [child.cpu_times() for child in children]
-    return sum(time.user + time.system for time in times)
+    @property
+    def complete(self) -> bool:
+        return not self._parts
 
+    def arrived(self) -> bool:
+        return True
 
-async def serve(session: aiohttp.ClientSession, server: Server, requests: int) -> float:
-    """Processor milliseconds of each request."""
-    numbers = iter(range(requests))
-    bodies = [json.dumps({**BODY, "stream": streamed}) for streamed in (False, True)]
+    def body(self) -> bytes:
+        return self._part
 
-    async def keep_asking() -> None:
-        for number in numbers:
-            async with session.post(
-                f"{server.url}/v1/chat/completions",
-                data=bodies[number % 2],
-                headers={"content-type": "application/json"},
-            ) as response:
-                await response.read()
-                assert response.status == 200
+    def take(self) -> bytes:
+        part, self._part = self._part, b""
+        return part
 
-    before_s = cpu_s(server)
-    await asyncio.gather(*(keep_asking() for _ in range(CONNECTIONS)))
-    return 1e3 * (cpu_s(server) - before_s) / requests
+    def close(self) -> None:
+        self._closed = True
 
 
-async def measure(rounds: int, requests: int, before: Path | None) -> list[Row]:
-    times_ms: dict[str, list[float]] = {}
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(collector())
-        engine = await stack.enter_async_context(fake_engine("fake", "--step-s", "0", "--slots", "64"))
-        flags = ("--engine", engine.url, "--predictor", "none", "--log-level", "error")
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        servers = {}
-        cases = {**VARIANTS, **({"before": ()} if before is not None else {})}
-        for name, own in cases.items():
-            environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": url}
-            if name == "before":
-                environment["PYTHONPATH"] = str(before)
-            command = module("llmserve", "serve", *flags, *own)
-            servers[name] = await stack.enter_async_context(
-                running(f"llmserve, {name}", command, ready="/ready", environment=environment)
-            )
-            await serve(session, servers[name], requests)  # what is done once
-        for number in range(rounds):
-            for name in in_turn(list(servers), number):
-                times_ms.setdefault(name, []).append(await serve(session, servers[name], requests))
-            log(f"round {number + 1}/{rounds}")
-    return [
-        Row(
-            {"front-end": name},
-            {
-                "cpu_ms_per_request": statistics.median(times_ms[name]),
-                "ratio_to_off": statistics.median(
-                    own / off for own, off in zip(times_ms[name], times_ms["off"], strict=True)
-                ),
-            },
-        )
-        for name in times_ms
-    ]
+class StubEngine:
+    info = EngineInfo("stub", 64, False)
+    restart = None
+
+    def ask(self, call: Any, batch: Any, on_change: Any) -> StubAnswer:
+        return StubAnswer(STREAM if call.stream else [WHOLE], on_change)
+
+    async def probe(self) -> Health:
+        return Health((ServedModel("m"),))
+
+    async def close(self) -> None:
+        pass
+
+
+class Client(asyncio.Transport):
+    """The client's side of a connection: counts answers."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: Any) -> None:
+        self.last = data
+
+
+def request(*, stream: bool) -> bytes:
+    body = {"model": "m", "messages": [{"role": "user", "content": "How long is a piece of string?"}], "stream": stream}
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def traces_of(variant: str, cluster: LiveCluster, metrics: Metrics) -> Any:
+    if not variant.startswith("traces"):
+        return None
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from llmserve.traces import Traces
+
+    class Forgetting(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            result = super().export(spans)
+            self.clear()
+            return result
+
+    sample = 0.01 if variant.endswith("1 %") else 1.0
+    return Traces(sample, lambda: metrics.order, cluster.now_s, BatchSpanProcessor(Forgetting()))
+
+
+async def one_turn(variant: str, requests: int, repetitions: int) -> float:
+    """Least processor microseconds of a request, over the repetitions."""
+    header = Header(SchedulingConfig().resolved(barrier=False))
+    cluster = LiveCluster(header.scheduler(), [StubEngine()], Journal(header))
+    metrics = Metrics(cluster, 8)
+    traces = traces_of(variant, cluster, metrics)
+    more = {"traces": traces} if traces is not None else {}
+    app = App(cluster, metrics, KeyLimits(KeyFile(keys={})), ApiConfig(), **more)
+    server = Server(app, listening_socket("127.0.0.1", 0), DoorLimits(1 << 20, 1 << 20, 1 << 30, 60.0))
+    if traces is not None:
+        server.followers.append(traces.ended)
+    if variant == "access log":
+        from llmserve import logs
+        from llmserve.api import access_log
+
+        access_log.enable()
+        handler = logging.StreamHandler(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115 (as standard error)
+        handler.setFormatter(logs.TextLines())
+        logging.getLogger().addHandler(handler)
+        server.followers.append(access_log.write)
+    cluster.start()
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (once)
+        await asyncio.sleep(0.01)
+    connection = Connection(server)
+    connection.connection_made(Client())
+    data = [request(stream=stream) for stream in (False, True)]
+    times_us = []
+    for _ in range(repetitions):
+        gc.collect()
+        began_s = time.process_time()
+        for number in range(requests):
+            connection.data_received(data[number % 2])
+            while not connection.idle:  # noqa: ASYNC110 (the turns of the event loop are what is measured)
+                await asyncio.sleep(0)
+        times_us.append(1e6 * (time.process_time() - began_s) / requests)
+    await cluster.close()
+    return min(times_us)
+
+
+def turn(variant: str, requests: int, repetitions: int, before: Path | None) -> float:
+    words = ["--turn", "off" if variant == "before" else variant]
+    words += ["--requests", str(requests), "--repetitions", str(repetitions)]
+    tree = before if variant == "before" and before is not None else Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+    command = [sys.executable, __file__, *words]
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def measure(rounds: int, requests: int, repetitions: int, before: Path | None) -> list[Row]:
+    variants = [*VARIANTS, *(["before"] if before is not None else [])]
+    times_us: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in in_turn(variants, number):
+            times_us[variant].append(turn(variant, requests, repetitions, before))
+        log(f"round {number + 1}/{rounds}")
+    rows = []
+    for variant, own in times_us.items():
+        ratios = [time_us / off_us for time_us, off_us in zip(own, times_us["off"], strict=True)]
+        numbers = {"cpu_us_per_request": statistics.median(own), "ratio_to_off": statistics.median(ratios)}
+        rows.append(Row({"front-end": variant}, numbers))
+    return rows
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=1_000, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=500, help="in a repetition")
+    parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
     parser.add_argument("--before", type=Path, metavar="TREE", help="another checkout, measured as `before`")
+    parser.add_argument("--turn", help="print the time of one turn of this variant, and nothing else")
     add_results(parser)
     args = parser.parse_args()
-    rows = asyncio.run(measure(args.rounds, args.requests, args.before))
+    if args.turn:
+        print(asyncio.run(one_turn(args.turn, args.requests, args.repetitions)))
+        return
+    rows = measure(args.rounds, args.requests, args.repetitions, args.before)
     columns = {
         "front-end": ("front-end", ""),
-        "processor ms of a request": ("cpu_ms_per_request", ".3f"),
+        "processor us of a request": ("cpu_us_per_request", ".0f"),
         "of `off`": ("ratio_to_off", ".3f"),
     }
     show("What it costs to be seen", list(columns), cells(rows, columns))
     written = [{**row.case, **row.numbers} for row in rows]
-    write_json(args.output, {**machine(), "rounds": args.rounds, "requests": args.requests, "rows": written}, indent=2)
+    setting = {"rounds": args.rounds, "requests": args.requests, "repetitions": args.repetitions}
+    write_json(args.output, {**machine(), **setting, "rows": written}, indent=2)
 
 
 if __name__ == "__main__":
