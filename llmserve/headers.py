@@ -15,3 +15,9 @@ ENGINE_HEADER = "x-llmserve-engine"
 
 # A static-batching engine forms its batches by BATCH_HEADER and BATCH_SIZE_HEADER.
 BATCH_SIZE_HEADER = "x-llmserve-batch-size"
+KEPT_HEADERS = frozenset(  # of an engine's answer, lower case: the few that are read
+    (
+        *(b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding"),
+        *(name.encode() for name in (BIN_HEADER, BATCH_HEADER, QUEUE_HEADER, ENGINE_HEADER, PREDICTED_HEADER)),
+    )
+)

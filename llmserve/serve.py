@@ -35,6 +35,7 @@ from llmserve.settings import COMMON, TITLES, Config, aliases_of
 
 if TYPE_CHECKING:
     from llmserve.api.exchange import Exchange
+    from llmserve.api.listening import DoorLimits
     from llmserve.cluster.live import LiveCluster
     from llmserve.cluster.saving import Saver
     from llmserve.metrics import Metrics
@@ -157,11 +158,11 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     """
     from llmserve import state_file
     from llmserve.api.app import App
-    from llmserve.api.batches import FILES, BatchEndpoints
+    from llmserve.api.batches import BatchEndpoints
     from llmserve.api.cors import Cors
     from llmserve.api.job_parts import open_jobs
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
-    from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
+    from llmserve.api.listening import accepting, base_url, check_host, listening_socket
     from llmserve.reload import Reloader, engines_part, keys_part
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
@@ -186,27 +187,13 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         reloader.add(engines_part(config, cluster))
         jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
         traces = _traces(config, cluster, metrics)
+        cors, aliases = Cors(server.cors_origin), aliases_of(config.engines.alias)
+        batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
         app = App(
-            cluster,
-            metrics,
-            key_limits,
-            config.limits,
-            admin,
-            reloader.reload,
-            Cors(server.cors_origin),
-            aliases_of(config.engines.alias),
-            BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None,
-            metrics.meter_of_all,
-            traces,
+            *(cluster, metrics, key_limits, config.limits, admin, reloader.reload),
+            *(cors, aliases, batches, metrics.meter_of_all, traces),
         )
-        limits = DoorLimits(
-            config.limits.body_bytes_max,
-            config.live.buffer_bytes_max,
-            config.limits.buffers_bytes_max,
-            config.live.client_stall_s,
-            keep_alive_s=config.live.keep_alive_s,
-            streamed=(FILES,),
-        )
+        limits = _door_limits(config)
         if server.metrics_port is not None:
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
             await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
@@ -224,6 +211,20 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)
+
+
+def _door_limits(config: Config) -> DoorLimits:
+    from llmserve.api.batches import FILES
+    from llmserve.api.listening import DoorLimits
+
+    return DoorLimits(
+        config.limits.body_bytes_max,
+        config.live.buffer_bytes_max,
+        config.limits.buffers_bytes_max,
+        config.live.client_stall_s,
+        keep_alive_s=config.live.keep_alive_s,
+        streamed=(FILES,),
+    )
 
 
 def _traces(config: Config, cluster: LiveCluster, metrics: Metrics) -> Traces | None:

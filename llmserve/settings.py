@@ -13,6 +13,7 @@ from llmserve.config import shown
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.job_settings import JobsConfig
 from llmserve.logs import LogFormat
 from llmserve.policies import SchedulingConfig
 
@@ -382,38 +383,6 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
             "that no proxy cuts the connection; the status is then 200, and later errors are events. 0: none",
         ),
     ] = 15.0
-
-
-class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Batch jobs: files of requests that run beside online requests. They need --state or --store"""
-
-    store: Annotated[
-        str | None,
-        Meta(
-            description="database of files and batches, postgresql://USER@HOST/NAME, which several servers may share "
-            "(default: jobs.sqlite in the folder of --state)",
-            extra={"metavar": "URL"},
-        ),
-    ] = None
-    store_folder: Annotated[
-        str | None,
-        Meta(
-            description="folder for the bytes of files; servers that share a --store share it, too (default: jobs in "
-            "the folder of --state)",
-            extra={"metavar": "DIR"},
-        ),
-    ] = None
-    batch_days: Annotated[int, Meta(ge=1, le=3650, description="how long files, and batches that ended, are kept")] = 30
-    batch_tokens_max: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="tokens of prompts and answers, estimated, that the batches in progress of one key may have; "
-            "0: no limit",
-        ),
-    ] = 0
-    batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
-    batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0
 
 
 class TuningConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmserve.api.key_file import Limits
 
+Headers = tuple[tuple[bytes, bytes], ...]
 MINUTE_S = 60.0
 ROUNDING = 1e-6  # of a token: whoever comes back after `wait_s` is admitted
 
@@ -94,3 +95,11 @@ def _bucket(before: Bucket | None, limit: int | None, now_s: float, part: float)
         return Bucket(limit, now_s, size)
     before.resize(limit, now_s, size)
     return before
+
+
+def limit_headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
+    return (
+        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.limit),
+        (b"x-ratelimit-remaining-" + unit, b"%d" % max(0.0, bucket.level(now_s))),
+        (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.full_in_s(now_s)),
+    )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from llmserve.api.authentication import Keys
-from llmserve.api.buckets import Bucket, Scope
+from llmserve.api.buckets import Headers, Scope, limit_headers
 from llmserve.api.budgets import Budget, Ledger, budgets_of
 from llmserve.api.key_file import KeyFile, KeyPolicy, Limits, Price
 from llmserve.api.usage_file import Reserve
@@ -23,8 +23,6 @@ from llmserve.request import Request
 NONE = Limits()
 KEPT_S = 1.0  # how long a prediction is kept: a client that asks again and again costs little
 RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
-
-Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class UsageCounts(Protocol):
@@ -210,7 +208,7 @@ class Account:
         headers: list[tuple[bytes, bytes]] = []
         for unit, limiting in buckets:
             if found := [bucket for bucket in limiting if bucket is not None]:
-                headers += _headers(unit, min(found, key=lambda bucket: bucket.level(now_s)), now_s)
+                headers += limit_headers(unit, min(found, key=lambda bucket: bucket.level(now_s)), now_s)
         return tuple(headers)
 
     def count_refused(self, model: str) -> None:
@@ -323,14 +321,6 @@ class Account:
         starts = [(times.start_s(charge.call), charge.tokens) for charge in waiting] if times is not None else []
         known = sorted([(now_s + start_s, tokens) for start_s, tokens in starts if start_s is not None])
         return now_s, [start_s for start_s, _ in known], list(accumulate([tokens for _, tokens in known]))
-
-
-def _headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
-    return (
-        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.limit),
-        (b"x-ratelimit-remaining-" + unit, b"%d" % max(0.0, bucket.level(now_s))),
-        (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.full_in_s(now_s)),
-    )
 
 
 def _too_large(tokens: float, limit: str, code: str) -> BadRequest:

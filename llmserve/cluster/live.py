@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
+from llmserve.cluster.alarm import Alarm
 from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.charges import Charges
@@ -29,12 +30,13 @@ from llmserve.cluster.places import Places
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes, sender_hash
 from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
+from llmserve.cluster.reports import error_of, report
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.cluster.routes import Routes
 from llmserve.cluster.solving import Solving
 from llmserve.engines.engine import Engine
-from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
+from llmserve.errors import RequestError, model_not_found
 from llmserve.logs import about
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import (
@@ -44,13 +46,8 @@ from llmserve.scheduling.messages import (
     DrainRequested,
     EngineLost,
     Event,
-    FailReason,
     FailRequest,
-    PlanGroups,
     PreemptBatch,
-    ReportCircuit,
-    ReportDue,
-    ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -115,7 +112,7 @@ class LiveCluster:
         self._in_flight: dict[int, InFlightCall] = {}
         self._next_id, self._closed = 0, False
         self._solving = Solving(solvers, self._step)
-        self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
+        self._alarm = Alarm(self.now_s, lambda: self._step(TimerFired()))
         self.places = Places(scheduler, self)
         self._wanted = EnginesWanted()
         self._empty = asyncio.Event()
@@ -178,7 +175,7 @@ class LiveCluster:
         self._next_id += 1
         in_flight = InFlightCall(call, self._next_id, client, charge, trace)
         if self._closed:  # the body of the request came late
-            in_flight.fail(_error_of("draining", None))
+            in_flight.fail(error_of("draining", None))
             return in_flight
         in_flight.arrived_at_s = self.now_s()
         forecast = self.lengths.predict_now(in_flight, self.models.get(call.model))
@@ -206,24 +203,10 @@ class LiveCluster:
             self._arrive(in_flight, forecast)
 
     def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
-        call, (predicted, quantiles) = in_flight.call, forecast
-        deadline_s = in_flight.arrived_at_s + call.slo_s if call.slo_s is not None else None
-        in_flight.request = Request(
-            in_flight.request.id,
-            predicted,
-            deadline_s,
-            quantiles,
-            round(self._prompt_tokens.estimate(call), 1),
-            call.choices,
-            prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 or call.share else (),
-            call.lane or call.model,
-            call.stream_name,
-            sender_hash(call, self._secret),
-            call.share,
-            call.weight,
-            call.background,
-            call.after_tokens,
-        )
+        call = in_flight.call
+        by_prefix = bool(call.share) or self.fleet.engines_of(call.model) > 1
+        prompt_tokens = round(self._prompt_tokens.estimate(call), 1)
+        in_flight.request = request_of(in_flight, forecast, prompt_tokens, self._secret, by_prefix=by_prefix)
         if in_flight.charge is None:
             self._step(RequestArrived(in_flight.request))
         else:
@@ -268,18 +251,10 @@ class LiveCluster:
             self._preempt(action)
         elif isinstance(action, FailRequest):
             self._fail(action)
-        elif isinstance(action, ReportCircuit):
-            _log_circuit(action)
-        elif isinstance(action, ReportTrust):
-            _log_trust(action)
         elif isinstance(action, SolveDispatch):
             self._solving.begin(action)
-        elif isinstance(action, ReportDue):
-            log.debug("line %d of a job counts as online from now on", action.request_id)
         else:
-            assert isinstance(action, PlanGroups), (
-                f"unknown action {action}; PlanGroups needs nothing here: its planner listens to the journal"
-            )
+            report(action)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         handle = self.fleet.handles[action.engine]
@@ -303,7 +278,7 @@ class LiveCluster:
                 retry_after_s = self.places.next_s(in_flight.request)
                 if retry_after_s is None:  # how fast answers end is not known yet
                     retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
-            error = _error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
+            error = error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
             if action.reason == "model_not_found":
                 call = in_flight.call
                 known = call.model in self.models  # the queue that no engine lists was a lane
@@ -375,7 +350,7 @@ class LiveCluster:
         for task in self._predicting:
             task.cancel()
         for in_flight in list(self._in_flight.values()):
-            in_flight.fail(_error_of("draining", None))
+            in_flight.fail(error_of("draining", None))
         await self._calls.close(self._in_flight.values())
         for in_flight in self._in_flight.values():
             self._charges.settle(in_flight)
@@ -388,32 +363,6 @@ class LiveCluster:
         self.lengths.close()
 
 
-class _Alarm:
-    """Calls `ring` once at the time that was set last, in seconds of the clock `now_s`."""
-
-    def __init__(self, now_s: Callable[[], float], ring: Callable[[], None]) -> None:
-        self._now_s = now_s
-        self._ring = ring
-        self._timer: asyncio.TimerHandle | None = None
-        self._at_s: float | None = None
-
-    def set(self, at_s: float | None) -> None:
-        """Ring at this time instead of the one before. None: never."""
-        if at_s == self._at_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._at_s, self._timer = at_s, None
-        if at_s is not None:
-            # One millisecond late: some event loops round to milliseconds and would fire too early.
-            delay_s = max(0.0, at_s - self._now_s()) + 0.001
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
-
-    def _fire(self) -> None:
-        self._timer = self._at_s = None
-        self._ring()
-
-
 def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlightCall) -> None:
     for listener in listeners:
         try:
@@ -422,37 +371,24 @@ def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlig
             log.exception("a listener of ended calls failed")
 
 
-def _log_circuit(action: ReportCircuit) -> None:
-    if action.open_s is None:
-        log.info("engine %s works again", action.engine)
-    else:
-        log.warning(
-            "engine %s fails one request after another: it gets no requests for %.1f s", action.engine, action.open_s
-        )
-
-
-def _log_trust(action: ReportTrust) -> None:
-    r = "none" if action.rank_correlation is None else f"{action.rank_correlation:.2f}"
-    of = f" of {action.model}" if action.model else ""
-    if action.trusted:
-        log.info("length predictions rank answers%s again (rank correlation %s): bins are back", of, r)
-    else:
-        log.warning(
-            "length predictions do not rank answers%s (rank correlation %s): one bin, first come first served", of, r
-        )
-
-
-def _error_of(reason: FailReason, retry_after_s: float | None, *, preempted: bool = False) -> RequestError:
-    """The error for a client whose request the scheduler fails. preempted : the request was preempted before."""
-    if reason == "queue_full":
-        return RateLimited("the queue is full", code="queue_full", retry_after_s=retry_after_s or 1.0)
-    if reason == "deadline_exceeded" and preempted:
-        return DeadlineExceeded("the request was preempted for other requests and cannot meet its deadline now")
-    if reason == "deadline_exceeded":
-        return DeadlineExceeded("the answer cannot be complete by its deadline")
-    if reason == "engine_failed":
-        return EngineFailed("the engine failed this request")
-    if reason == "engine_lost":
-        return EngineFailed("the engine was lost while it ran this request", code="engine_lost")
-    message = "the server is shutting down" if reason == "draining" else "no engine that serves this model is up"
-    return Unavailable(message, code=reason, retry_after_s=retry_after_s or 1.0)
+def request_of(
+    in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, secret: bytes, *, by_prefix: bool
+) -> Request:
+    """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
+    call, (predicted, quantiles) = in_flight.call, forecast
+    return Request(
+        in_flight.request.id,
+        predicted,
+        in_flight.arrived_at_s + call.slo_s if call.slo_s is not None else None,
+        quantiles,
+        prompt_tokens,
+        call.choices,
+        prefix_hashes(call.opening, secret) if by_prefix else (),
+        call.lane or call.model,
+        call.stream_name,
+        sender_hash(call, secret),
+        call.share,
+        call.weight,
+        call.background,
+        call.after_tokens,
+    )

@@ -16,20 +16,13 @@ from urllib.parse import quote, urlsplit
 from httptools import HttpParserError, HttpResponseParser
 
 from llmserve.engines.connecting import Connector, HttpError, printable
-from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.headers import KEPT_HEADERS
 
 HEAD_BYTES_MAX = 64 << 10
 BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the connection is not read
 KEPT_S = 4.0  # an idle connection; uvicorn, and so vLLM, closes idle connections after 5 s
 STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon after a request
 PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
-
-_KEPT_HEADERS = frozenset(
-    (
-        *(b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding"),
-        *(name.encode() for name in (BIN_HEADER, BATCH_HEADER, QUEUE_HEADER, ENGINE_HEADER, PREDICTED_HEADER)),
-    )
-)
 
 
 class Response:
@@ -317,7 +310,7 @@ class _Connection(asyncio.Protocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             raise _Unwanted(f"a head of more than {HEAD_BYTES_MAX:,} bytes")
         response, name = self._response, name.lower()
-        if name in _KEPT_HEADERS and response is not None and not response.status:  # no trailer
+        if name in KEPT_HEADERS and response is not None and not response.status:  # no trailer
             headers = response.headers
             headers[name] = headers[name] + b", " + value if name in headers else value
 

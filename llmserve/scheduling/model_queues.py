@@ -88,7 +88,7 @@ class ModelQueues:
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
         self.tally = tally or Tally()
-        self._batch_size, self._by_risk = batch_size, by_risk
+        self.batch_size, self.by_risk = batch_size, by_risk
         self._tokens = BinTokens(seen, batch_size)
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
@@ -123,7 +123,7 @@ class ModelQueues:
 
     def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
         """Put a new request into its bin. Returns the queued request and the bin."""
-        trusted, score, bin_index = self.trust.trusted, self._score(request), 0
+        trusted, score, bin_index = self.trust.trusted, _score(self, request), 0
         if score is not None:
             self.edges.observe(score)
             bin_index = self.edges.bin_of(score)
@@ -138,7 +138,7 @@ class ModelQueues:
             load.tell((queued,), self.all_slots, trusted=trusted)
             if load.arrive(queued, forecast, self.service.seconds_per_token, self.service.tokens_mean, ahead):
                 self.unsorted = True
-        queued.sort_length = self._sort_length(queued)
+        queued.sort_length = _sort_length(queued, self.trust)
         queued.share = self.fair.of(request.share, request.weight)
         queued.share.wait()
         queue.append(queued)
@@ -172,10 +172,6 @@ class ModelQueues:
         for queue in self.bins:
             queue.sort_all(turn)
 
-    def _score(self, request: Request) -> float | None:
-        lengths = request.quantiles if self._by_risk else ()
-        return risk(lengths, self._batch_size) if lengths else request.predicted_tokens
-
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
 
@@ -188,7 +184,7 @@ class ModelQueues:
             if batch is None:
                 queue.lift(queued)
             queued.judged = queued.judged or (queued.request, queued.score)
-            queued.request, queued.score = changed, self._score(changed)
+            queued.request, queued.score = changed, _score(self, changed)
             if queued.score is not None:
                 self.edges.observe(queued.score)
             if self.trust.trusted and (tokens := changed.expected_tokens):
@@ -199,7 +195,7 @@ class ModelQueues:
             if batch is not None:
                 self.formed.sort_again(batch)
             elif self._index_of(queued) == queue.index:
-                queued.sort_length = self._sort_length(queued)
+                queued.sort_length = _sort_length(queued, self.trust)
                 queue.put_down(queued)
             else:
                 self.leave(queued)
@@ -213,7 +209,7 @@ class ModelQueues:
             queued.group = self.group
             self._join_share(queued)
             queued.bin = self._index_of(queued)
-            queued.sort_length = self._sort_length(queued)
+            queued.sort_length = _sort_length(queued, self.trust)
             by_bin.setdefault(queued.bin, []).append(queued)
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
@@ -233,11 +229,6 @@ class ModelQueues:
         """Let a request wait in its share."""
         queued.share = self.fair.of(queued.request.share, queued.request.weight)
         queued.share.wait()
-
-    def _sort_length(self, queued: QueuedRequest) -> float:
-        """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
-        length = queued.expected_tokens if queued.score is None else queued.score
-        return length if self.trust.trusted else 0.0
 
     def _merged(self, bin_index: int) -> int:
         """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one queue."""
@@ -271,7 +262,7 @@ class ModelQueues:
         waiting = sorted([queued for queue in self.bins for queued in queue.take_all()], key=turn_of_arrival)
         for queued in waiting:
             queued.bin = self._index_of(queued)
-            queued.sort_length = self._sort_length(queued)
+            queued.sort_length = _sort_length(queued, self.trust)
             self.bins[queued.bin].append(queued)
 
     # ---- leaving ----
@@ -346,6 +337,17 @@ class ModelQueues:
         return self._tokens.of(bin_index, edges, bins)
 
 
+def _score(queues: ModelQueues, request: Request) -> float | None:
+    lengths = request.quantiles if queues.by_risk else ()
+    return risk(lengths, queues.batch_size) if lengths else request.predicted_tokens
+
+
+def _sort_length(queued: QueuedRequest, trust: Trust) -> float:
+    """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
+    length = queued.expected_tokens if queued.score is None else queued.score
+    return length if trust.trusted else 0.0
+
+
 def _queued(
     queues: ModelQueues, request: Request, bin_index: int, score: float | None, forecast: float | None, now_s: float
 ) -> QueuedRequest:
@@ -359,6 +361,6 @@ def _queued(
 
 def aside(queues: ModelQueues, request: Request, share: Share, now_s: float) -> QueuedRequest:
     """A request that starts at once, without a place in the queues, and teaches nothing about arrivals."""
-    queued = _queued(queues, request, 0, queues._score(request), queues.forecast(request), now_s)
+    queued = _queued(queues, request, 0, _score(queues, request), queues.forecast(request), now_s)
     queued.bin, queued.share = queues._index_of(queued), share
     return queued

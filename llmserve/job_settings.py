@@ -1,0 +1,40 @@
+"""The settings of batch jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Batch jobs: files of requests that run beside online requests. They need --state or --store"""
+
+    store: Annotated[
+        str | None,
+        Meta(
+            description="database of files and batches, postgresql://USER@HOST/NAME, which several servers may share "
+            "(default: jobs.sqlite in the folder of --state)",
+            extra={"metavar": "URL"},
+        ),
+    ] = None
+    store_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder for the bytes of files; servers that share a --store share it, too (default: jobs in "
+            "the folder of --state)",
+            extra={"metavar": "DIR"},
+        ),
+    ] = None
+    batch_days: Annotated[int, Meta(ge=1, le=3650, description="how long files, and batches that ended, are kept")] = 30
+    batch_tokens_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="tokens of prompts and answers, estimated, that the batches in progress of one key may have; "
+            "0: no limit",
+        ),
+    ] = 0
+    batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
+    batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0
