@@ -187,11 +187,10 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         reloader.add(engines_part(config, cluster))
         jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
         traces = _traces(config, cluster, metrics)
-        cors, aliases = Cors(server.cors_origin), aliases_of(config.engines.alias)
         batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
         app = App(
             *(cluster, metrics, key_limits, config.limits, admin, reloader.reload),
-            *(cors, aliases, batches, metrics.meter_of_all, traces),
+            *(Cors(server.cors_origin), aliases_of(config.engines.alias), batches, metrics.meter_of_all, traces),
         )
         limits = _door_limits(config)
         if server.metrics_port is not None:
