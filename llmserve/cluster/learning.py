@@ -78,12 +78,16 @@ class Learning:
     ) -> None:
         self._learn, self._learnt, self._clock = learn, learnt, clock
         self._templates, self._words = Sample(TEMPLATES_SHARE), Sample(WORDS_SHARE)
-        self._answers: deque[tuple[InFlightCall, float]] = deque()
+        self._answers: deque[tuple[InFlightCall, float, Taught]] = deque()
         self._next: asyncio.Handle | None = None
 
     def answered(self, in_flight: InFlightCall, output_tokens: float) -> None:
-        """Learn from the answer of a call soon."""
-        self._answers.append((in_flight, output_tokens))
+        """Learn from the answer of a call soon, if it is in a sample."""
+        taught = self._taught()
+        if taught == "nothing":
+            self._teach(in_flight, output_tokens, taught)
+            return
+        self._answers.append((in_flight, output_tokens, taught))
         if len(self._answers) > WAITING_MAX:
             self._one()
         if self._next is None:
@@ -103,16 +107,21 @@ class Learning:
         self._next = asyncio.get_running_loop().call_soon(self._some) if self._answers else None
 
     def _one(self) -> None:
-        in_flight, output_tokens = self._answers.popleft()
+        in_flight, output_tokens, taught = self._answers.popleft()
         began_s = self._clock()
-        taught: Taught = "nothing"
-        if self._templates.includes(began_s):
-            taught = "words" if self._words.includes(began_s) else "templates"
+        self._teach(in_flight, output_tokens, taught)
+        sample = self._words if taught == "words" else self._templates
+        sample.took(self._clock() - began_s)
+
+    def _taught(self) -> Taught:
+        now_s = self._clock()
+        if not self._templates.includes(now_s):
+            return "nothing"
+        return "words" if self._words.includes(now_s) else "templates"
+
+    def _teach(self, in_flight: InFlightCall, output_tokens: float, taught: Taught) -> None:
         try:
             if self._learn(in_flight, output_tokens, taught):
                 self._learnt()
         except Exception:  # the request has ended, whether or not its length was learnt
             log.exception("a length was not learnt", extra=about(in_flight))
-        if taught != "nothing":
-            sample = self._words if taught == "words" else self._templates
-            sample.took(self._clock() - began_s)

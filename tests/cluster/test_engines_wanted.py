@@ -14,7 +14,7 @@ from llmserve.engines.fake import FakeEngine
 async def test_a_backlog_wants_more_engines_than_there_are(start_front: StartFront) -> None:
     async with FakeEngine(slots=1, step_s=0.001) as fake:
         front = await start_front(fake, slots=1)
-        assert front.cluster.engines_wanted() == {}
+        assert front.cluster.engines_wanted() == {"fake": 1}  # nothing is known of its answers yet
         async with front.post(max_tokens=2_000) as response:
             assert response.status == 200
         assert front.cluster.engines_wanted() == {"fake": 0}

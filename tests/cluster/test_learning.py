@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reader import Reader
 
 from llmserve.cluster.answer_lengths import Taught
+from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.learning import SLICE_S, TEMPLATES_SHARE, WAITING_MAX, WORDS_SHARE, Learning, Sample
+from llmserve.request import Call
+from predictor.prompt import Prompt
 
 
 def sampled(gap_s: float, cost_s: float, answers: int, sizes: int = 1) -> list[int]:
@@ -120,7 +124,8 @@ async def test_an_answer_that_cannot_be_learnt_stops_nothing() -> None:
         return True
 
     learns = Learning(learn, lambda: learnt.append(1), clock)
+    in_flight = InFlightCall(Call("/v1/completions", b"{}", Prompt("hello"), stream=False), 1, Reader())
     for tokens in (1.0, -1.0, 2.0):
-        learns.answered(SimpleNamespace(request=SimpleNamespace(id=1)), tokens)  # type: ignore[arg-type]
+        learns.answered(in_flight, tokens)
     learns.close()
     assert learnt == [1, 1]
