@@ -46,9 +46,8 @@ from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
-from llmserve.cluster.watch import Watch
+from llmserve.cluster.watch import Meter, Watch
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.energy import EnergyMeter
 from llmserve.errors import (
     BadRequest,
     ConfigError,
@@ -100,7 +99,7 @@ class App:
         cors: Cors | None = None,
         aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         batches: BatchEndpoints | None = None,
-        meter: EnergyMeter | None = None,
+        meter: Meter | None = None,
         traces: Traces | None = None,
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)

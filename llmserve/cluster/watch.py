@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,7 +17,6 @@ import numpy as np
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
-from llmserve.energy import EnergyMeter
 from llmserve.policies import order_settings
 from llmserve.scheduling.messages import FailRequest, RequestArrived, RequestEnded
 
@@ -97,10 +97,16 @@ class Snapshot(msgspec.Struct, frozen=True):
     requests: list[RequestSeen]
 
 
+class Meter(Protocol):
+    """Measures the energy of all engines; see energy.EnergyMeter."""
+
+    def joules(self, now_s: float) -> float: ...
+
+
 class Watch:
     """Counts between `begin` and `stop`, which calls may nest. meter : of all engines' energy; None: none is known"""
 
-    def __init__(self, cluster: LiveCluster, meter: EnergyMeter | None = None) -> None:
+    def __init__(self, cluster: LiveCluster, meter: Meter | None = None) -> None:
         self._cluster = cluster
         self._meter = meter
         self._watchers = 0
