@@ -36,7 +36,7 @@ class Reserve:
     """The reserve of engines that serve the same requests. All times are seconds on the scheduler's clock."""
 
     def __init__(self) -> None:
-        self._new: deque[tuple[float, int]] = deque(maxlen=KEPT)  # arrivals that were not played yet
+        self._new: deque[float] = deque(maxlen=2 * KEPT)  # arrivals that were not played yet: time, slots wanted, ...
         self._last_s = -math.inf
         self._lines = np.zeros(len(FACTORS))  # B_c
         self._waited = np.zeros(len(FACTORS))  # weight of the arrivals that waited, by c
@@ -44,12 +44,13 @@ class Reserve:
 
     def arrived(self, now_s: float, wanted: int) -> None:
         """Note an online arrival. wanted : slots that online requests want, the arrival included"""
-        self._new.append((now_s, wanted))
+        self._new.extend((now_s, wanted))
 
     def lines_most(self, now_s: float, wanted: int, slots: int, line_s: float) -> float:
         """Slots that lines may hold. wanted : by online requests.  slots : of the engines.  line_s : as s, > 0"""
         while self._new:
-            self._play(*self._new.popleft(), slots, line_s)
+            at_s, then_wanted = self._new.popleft(), self._new.popleft()
+            self._play(at_s, then_wanted, slots, line_s)
         if now_s >= self.silent_from_s(line_s):
             return slots
         factor = FACTORS[np.argmax(self._waited <= WAIT_SHARE * self._arrivals)]
@@ -59,9 +60,9 @@ class Reserve:
         """From when on no arrival is expected: after T seconds of silence, one comes in the next s with a chance of
         s / (s + T) at most (Laplace's rule of succession), which is then less than WAIT_SHARE.
         """
-        return (self._new[-1][0] if self._new else self._last_s) + line_s / WAIT_SHARE
+        return (self._new[-2] if self._new else self._last_s) + line_s / WAIT_SHARE
 
-    def _play(self, at_s: float, wanted: int, slots: int, line_s: float) -> None:
+    def _play(self, at_s: float, wanted: float, slots: int, line_s: float) -> None:
         before = wanted - 1
         started = slots - before - FACTORS * math.sqrt(wanted)
         self._lines = np.maximum(self._lines * math.exp((self._last_s - at_s) / line_s), np.maximum(started, 0.0))

@@ -1,5 +1,7 @@
 """Simulated engines: worked examples, the theory of processor sharing, and ends that move in a cluster."""
 
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
@@ -375,6 +377,7 @@ class Script:
     """A scheduler that returns set actions for set events."""
 
     requests: tuple[int, ...] = ()
+    background = SimpleNamespace(waiting=())
     wake_at_s = None
 
     def __init__(self, actions: dict[object, list[Action]]) -> None:

@@ -77,7 +77,8 @@ def test_every_kind_of_world_is_drawn() -> None:
 
 
 def test_every_message_and_every_way_to_fail_occurs() -> None:
-    steps = [step for seed in range(BLOCK * BLOCKS) for step in journal(draw(seed))]
+    seeds = (*range(BLOCK * BLOCKS), 1577)  # the last: a model that no engine lists any more
+    steps = [step for seed in seeds for step in journal(draw(seed))]
     assert {type(step.event) for step in steps} == set(Event.__args__)  # type: ignore[attr-defined]
     actions = [action for step in steps for action in step.actions]
     assert {type(action) for action in actions} == set(Action.__args__)  # type: ignore[attr-defined]
