@@ -207,7 +207,9 @@ class LiveCluster:
 
     def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
         call, (predicted, quantiles) = in_flight.call, forecast
-        deadline_s = in_flight.arrived_at_s + call.slo_s if call.slo_s is not None else None
+        deadline_s = call.deadline_s
+        if deadline_s is None and call.slo_s is not None:
+            deadline_s = in_flight.arrived_at_s + call.slo_s
         in_flight.request = Request(
             in_flight.request.id,
             predicted,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -19,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from llmserve.jobs import job as jobs_of
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, LineError, Status
+from llmserve.jobs.feeding import Forecast
 from llmserve.jobs.folder import Folder
 from llmserve.jobs.job import Job
 from llmserve.jobs.line_feed import Door, LineFeed
@@ -95,17 +95,10 @@ class Runner:
             return None
         return self.recorder.trouble or self.trouble or (None if self._feed.is_open else "no_engine")
 
-    def expected_end(self, batch_id: str) -> int | None:
-        """When a batch will probably end at the present pace, unix time; None: nobody knows here.
-
-        Batches with an earlier deadline come first.
-        """
+    def forecast(self, batch_id: str) -> Forecast | None:
+        """When a batch ends, unix time; None: nobody knows here."""
         job = self.jobs.get(batch_id)
-        if job is None or job.loaded is None or not job.open:
-            return None
-        before = [other for other in self.jobs.values() if other.open and other.expires_at <= job.expires_at]
-        end_s = self._feed.pace.end_s(sum([other.tokens_left for other in before]))
-        return None if end_s is None else math.ceil(end_s)
+        return None if job is None else self._feed.forecast(job)
 
     # ---- claiming ----
 
@@ -219,8 +212,7 @@ class Runner:
     async def _progress(self, job: Job, row: BatchRow) -> None:
         if job.loaded is None:
             await self._load(job, row)
-        job.tokens = row.tokens / max(1, row.total)
-        self._feed.open(job)
+        await self._feed.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):

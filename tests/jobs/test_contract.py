@@ -129,7 +129,7 @@ async def test_a_file_without_requests_fails_the_batch(client: openai.AsyncOpenA
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/models"}, "endpoint"),
         ({"window": "1 day"}, "completion_window"),
         ({"window": "0h"}, "completion_window"),
         ({"window": "31d"}, "completion_window"),
