@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from batch_client import at, client_of, create, ended, jsonl, request, rows
@@ -58,7 +59,7 @@ async def test_lines_are_ordered_by_prefix(start_front: StartFront, tmp_path: Pa
         ]
         await ended(client, await create(client, jsonl(requests)))
         colours = [content.partition(" ")[0] for content in contents(engine)]
-        changes = sum([one != other for one, other in zip(colours, colours[1:], strict=False)])
+        changes = sum([one != other for one, other in pairwise(colours)])
         assert len(colours) == 40
         assert changes == 1, "all lines of a prefix follow each other"
 

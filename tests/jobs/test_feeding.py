@@ -58,6 +58,11 @@ def test_lines_of_one_prefix_are_together() -> None:
     assert [number % 2 for number in order] == [0] * 20 + [1] * 20
 
 
+def test_a_prefix_of_one_line_alone_does_not_count() -> None:
+    alone = shapes([1.0, 5.0, 3.0, 4.0, 2.0], [9, 7, 8, 5, 6])
+    assert arranged(alone, barrier=True).numbers == [1, 3, 2, 4, 0]
+
+
 def test_each_stretch_has_all_lengths_and_the_shortest_are_last() -> None:
     lengths = shapes([float(number) for number in range(160)])
     order = arranged(lengths, barrier=False).numbers
