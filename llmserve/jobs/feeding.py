@@ -57,12 +57,12 @@ class Forecast(NamedTuple):
 
 
 class _Job:
-    """deadline_s : end of its window.  tokens : of all its lines that have not ended.  waiting_tokens : of those that
-    wait
+    """deadline_s : end of its window.  turn : among jobs, ascending.  tokens : of all its lines that have not ended.
+    waiting_tokens : of those that wait
     """
 
-    def __init__(self, job_id: str, deadline_s: float, lines: Arranged) -> None:
-        self.id, self.deadline_s = job_id, deadline_s
+    def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged) -> None:
+        self.id, self.deadline_s, self.turn = job_id, deadline_s, (deadline_s, number)
         self._lines, self._next = lines, 0
         self._again: list[tuple[int, float]] = []  # lines that came back; the last is the next
         self.tokens = self.waiting_tokens = sum(lines.tokens)
@@ -97,6 +97,7 @@ class Feeder:
         self.slots = slots
         self._lines_max = lines_max
         self._jobs: dict[str, _Job] = {}
+        self._added = 0
         self._in_queue: dict[tuple[str, int], float] = {}  # lines that were handed over, with their tokens
         self._rate = _Rate()
 
@@ -109,7 +110,8 @@ class Feeder:
     def add(self, job_id: str, deadline_s: float, lines: Arranged) -> None:
         """Take a job with the lines that have no result yet. deadline_s : end of its window"""
         if lines.numbers:
-            self._jobs[job_id] = _Job(job_id, deadline_s, lines)
+            self._added += 1
+            self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines)
 
     def remove(self, job_id: str) -> list[int]:
         """Forget a job. Returns its lines that are in the queue or run."""
@@ -125,7 +127,7 @@ class Feeder:
         """The lines that enter the queue now, in order."""
         handed: list[Handed] = []
         room = self._lines_max + self.slots - len(self._in_queue)
-        for job in sorted(self._jobs.values(), key=lambda job: (job.deadline_s, job.id)):
+        for job in sorted(self._jobs.values(), key=lambda job: job.turn):
             while room > 0 and job.waits:
                 number, tokens = job.take()
                 self._in_queue[job.id, number] = tokens
@@ -165,7 +167,7 @@ class Feeder:
         tokens_per_s_most : what its share would get if each share that waits now went on waiting
         """
         job = self._jobs[job_id]
-        before = [other for other in self._jobs.values() if (other.deadline_s, other.id) <= (job.deadline_s, job.id)]
+        before = [other for other in self._jobs.values() if other.turn <= job.turn]
         tokens = sum([other.tokens for other in before])
         least_s = now_s + (tokens / tokens_per_s_most if tokens_per_s_most > 0 else math.inf)
         rate = self._rate.tokens_per_s

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol
+from typing import Literal, Protocol
 
 from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.feeding import Feeder, Forecast, arranged
@@ -23,6 +23,8 @@ PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # after a line that no engine could take now
 RETRY_S = 1.0  # after an input file that could not be read
 AT_ONCE = 16  # lines that are submitted in one turn of the event loop: a few ms
 TRIES_MAX = 3  # of a line that fails on the engines
+
+Outcome = Literal["completed", "failed", "expired"]
 
 
 class Answered(Protocol):
@@ -73,6 +75,7 @@ class LineFeed:
     recorder    makes results safe
     on_trouble  called with an error of the disk
     clock       unix time
+    lines_ended lines with a safe result, by outcome
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class LineFeed:
         self._jobs, self._recorder, self._door = jobs, recorder, door
         self._feeder = Feeder()
         self._on_trouble, self._clock = on_trouble, clock
+        self.lines_ended: dict[str, int] = dict.fromkeys(("completed", "failed", "expired"), 0)
         self._wake = asyncio.Event()
         self._pause_s, self._paused_until = 0.0, -math.inf
 
@@ -93,6 +97,14 @@ class LineFeed:
     def is_open(self) -> bool:
         """Whether lines can start now."""
         return self._door.is_open
+
+    @property
+    def lines_waiting(self) -> int:
+        return sum([len(job.waiting) for job in self._jobs.values()])
+
+    @property
+    def lines_in_flight(self) -> int:
+        return sum([len(job.in_flight) for job in self._jobs.values()])
 
     async def open(self, job: Job) -> None:
         """Let the lines of a job start. May be called again."""
@@ -199,7 +211,7 @@ class LineFeed:
         elif status < 400:
             self._pause_s = 0.0
         row = answer_row(job.id, number, request, status, request_id, body)
-        self.note(job, number, row, failed=status >= 400, tokens=answer_tokens(body))
+        self.note(job, number, row, "failed" if status >= 400 else "completed", answer_tokens(body))
 
     def refused(self, job: Job, number: int, request: Line, error: RequestError, request_id: str) -> None:
         """The front-end has refused or failed a line."""
@@ -213,7 +225,7 @@ class LineFeed:
         passing = error.status >= 500 or error.status == 429
         if passing and self._again(job, number, counted=error.code == "engine_failed"):
             return
-        self.note(job, number, refusal_row(job.id, number, request, request_id, error), failed=True)
+        self.note(job, number, refusal_row(job.id, number, request, request_id, error), "failed")
 
     def _again(self, job: Job, number: int, *, counted: bool) -> bool:
         """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
@@ -229,18 +241,20 @@ class LineFeed:
     def note_expired(self, job: Job, number: int, request: Line) -> None:
         """Give a line the result that it was not executed in time."""
         job.expired += 1
-        self.note(job, number, expired_row(job.id, number, request), failed=True)
+        self.note(job, number, expired_row(job.id, number, request), "expired")
 
-    def note(self, job: Job, number: int, row: bytes, *, failed: bool, tokens: float = 0.0) -> None:
+    def note(self, job: Job, number: int, row: bytes, outcome: Outcome, tokens: float = 0.0) -> None:
         job.recording += 1
 
         def on_safe() -> None:
             job.recording -= 1
+            self.lines_ended[outcome] += 1
             self._feeder.ended(job.id, number, self._clock(), tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()
 
+        failed = outcome != "completed"
         kind: Kind = "error" if failed else "output"
         self._recorder.add(Result(job.account, kind, failed, row, on_safe))
 

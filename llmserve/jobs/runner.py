@@ -61,19 +61,19 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
-        self._feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
+        self.feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
 
     # ---- for the server ----
 
     def start(self) -> None:
         self.recorder.start()
-        self._loops = [asyncio.create_task(self._watch()), asyncio.create_task(self._feed.run())]
+        self._loops = [asyncio.create_task(self._watch()), asyncio.create_task(self.feed.run())]
 
     async def close(self) -> None:
         """Take all lines back, and leave the batches to the next server."""
         await _end(self._loops)
         for job in self.jobs.values():
-            self._feed.stop(job)
+            self.feed.stop(job)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await self.recorder.flush()
@@ -93,12 +93,12 @@ class Runner:
         """Why the lines of a batch do not start now; None: they may."""
         if batch_id not in self.jobs:
             return None
-        return self.recorder.trouble or self.trouble or (None if self._feed.is_open else "no_engine")
+        return self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
 
     def forecast(self, batch_id: str) -> Forecast | None:
         """When a batch ends, unix time; None: nobody knows here."""
         job = self.jobs.get(batch_id)
-        return None if job is None else self._feed.forecast(job)
+        return None if job is None else self.feed.forecast(job)
 
     # ---- claiming ----
 
@@ -150,7 +150,7 @@ class Runner:
     def _forget(self, batch_id: str) -> None:
         job = self.jobs.pop(batch_id, None)
         if job is not None:
-            self._feed.stop(job)
+            self.feed.stop(job)
             job.account.close()
 
     def _report(self, error: Exception) -> None:
@@ -212,7 +212,7 @@ class Runner:
     async def _progress(self, job: Job, row: BatchRow) -> None:
         if job.loaded is None:
             await self._load(job, row)
-        await self._feed.open(job)
+        await self.feed.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):
@@ -235,13 +235,13 @@ class Runner:
 
     async def _expire(self, job: Job, row: BatchRow) -> None:
         """Write a row for each line without a result, then end the batch."""
-        self._feed.stop(job)
+        self.feed.stop(job)
         await self.recorder.flush()
         while job.waiting and not job.account.lost:
             numbers = sorted(job.waiting)[:EXPIRED_AT_ONCE]
-            for number, line in zip(numbers, await self._feed.read(job, numbers), strict=True):
+            for number, line in zip(numbers, await self.feed.read(job, numbers), strict=True):
                 job.waiting.discard(number)
-                self._feed.note_expired(job, number, line)
+                self.feed.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
 
@@ -249,7 +249,7 @@ class Runner:
         await self._finish(row, "completed")
 
     async def _cancel(self, job: Job, row: BatchRow) -> None:
-        self._feed.stop(job)
+        self.feed.stop(job)
         await self.recorder.flush()
         await self._finish(row, "cancelled")
 
@@ -266,7 +266,7 @@ class Runner:
         if status is None:
             job.account.lost = True
         if status != "in_progress":
-            self._feed.stop(job)
+            self.feed.stop(job)
             job.changed.set()
 
 

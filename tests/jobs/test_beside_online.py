@@ -46,6 +46,10 @@ async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
         batch = await ended(client, batch)
         assert batch.status == "completed"
         assert len(await rows(client, batch.output_file_id)) == LINES
+        async with front.session.get(f"{front.url}/metrics") as response:
+            metrics = (await response.text()).splitlines()
+        assert f'llmserve_job_lines_ended_total{{outcome="completed"}} {LINES}.0' in metrics
+        assert 'llmserve_job_lines{state="waiting"} 0.0' in metrics
 
 
 async def test_lines_are_ordered_by_prefix(start_front: StartFront, tmp_path: Path) -> None:
