@@ -200,6 +200,46 @@ class ServerGauges:
         yield cut
 
 
+class Jobs(Protocol):
+    """The batch jobs of a server.
+
+    lines_waiting, lines_in_flight  of the jobs that it works on; those in flight wait in the scheduler or run
+    lines_ended                     since the start, by outcome
+    """
+
+    @property
+    def lines_waiting(self) -> int: ...
+
+    @property
+    def lines_in_flight(self) -> int: ...
+
+    @property
+    def lines_ended(self) -> Mapping[str, int]: ...
+
+
+class JobGauges:
+    """The lines of batch jobs."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[Metric]:
+        lines = GaugeMetricFamily(
+            "llmserve_job_lines", "Lines of batch jobs: waiting in a file, or in flight", labels=["state"]
+        )
+        lines.add_metric(["waiting"], self._jobs.lines_waiting)
+        lines.add_metric(["in_flight"], self._jobs.lines_in_flight)
+        yield lines
+        ended = CounterMetricFamily(
+            "llmserve_job_lines_ended",
+            "Lines of batch jobs with a result, by outcome: completed, failed, expired",
+            labels=["outcome"],
+        )
+        for outcome, count in sorted(self._jobs.lines_ended.items()):
+            ended.add_metric([outcome], count)
+        yield ended
+
+
 class OrderGauges:
     """The order in force, and how often tuning has changed it."""
 

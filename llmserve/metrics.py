@@ -24,6 +24,8 @@ from llmserve.gauges import (
     DispatchGauges,
     EnergyGauges,
     Gauges,
+    JobGauges,
+    Jobs,
     OrderGauges,
     ServerGauges,
     StateGauges,
@@ -113,6 +115,9 @@ class Metrics:
 
     def follow_server(self, server: Connections) -> None:
         self.registry.register(ServerGauges(server))
+
+    def follow_jobs(self, jobs: Jobs) -> None:
+        self.registry.register(JobGauges(jobs))
 
     @property
     def order(self) -> str:

@@ -128,6 +128,7 @@ class Call(msgspec.Struct, frozen=True):
     output_tokens_max  the client's limit of each answer
     output_tokens_min  least length of each answer (min_tokens; with ignore_eos the limit itself)
     slo_s              deadline, seconds after the arrival
+    deadline_s         the same on the cluster's clock; None: by slo_s
     predicted_tokens   the client's own prediction, used instead of the predictor's
     opening            the first characters of the prompt, in the order of the engine's template
     prompt_ids         number of tokens of a prompt in the form of token ids; 0 for text
@@ -154,6 +155,7 @@ class Call(msgspec.Struct, frozen=True):
     output_tokens_max: int | None = None
     output_tokens_min: int | None = None
     slo_s: float | None = None
+    deadline_s: float | None = None
     predicted_tokens: float | None = None
     opening: str = ""
     prompt_ids: int = 0

@@ -207,6 +207,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         if jobs is not None:
             stack.push_async_callback(jobs.close)
             jobs.start()
+            metrics.follow_jobs(jobs.runner.feed)
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)

@@ -38,7 +38,7 @@ from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser
 from llmserve.api.responses import ResponseEndpoints
-from llmserve.api.shares import with_share
+from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.asker import as_asked
 from llmserve.cluster.answer_forms import COMPLETION
@@ -211,7 +211,7 @@ class _Endpoints:
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
-        self._fair_by = config.fair_by or ("key" if key_limits.keys.required else "none")
+        self._fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
         self._aliases = Aliases(aliases, cluster.fleet.is_up)
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies

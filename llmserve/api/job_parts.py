@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import CallParser
+from llmserve.api.shares import shared_by
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError
 from llmserve.settings import Config
@@ -36,11 +37,12 @@ def open_jobs(
     from llmserve.jobs.service import opened
 
     home = Path(state).expanduser() if state is not None else Path()
+    fair = shared_by(config.limits.fair_by, keys=key_limits.keys.required) != "none"
     parser = CallParser(prompt_chars_max=config.limits.prompt_chars_max, choices_max=config.limits.choices_max)
     return opened(
         jobs.store or sqlite_url(home / FILE),
         Path(jobs.store_folder) if jobs.store_folder is not None else home / FOLDER,
-        LineDoor(cluster, key_limits, parser),
+        LineDoor(cluster, key_limits, parser, fair=fair),
         days=jobs.batch_days,
         limits=FileLimits(jobs.batch_files_max, jobs.batch_bytes_max),
         tokens_queued_max=jobs.batch_tokens_max,

@@ -1,7 +1,8 @@
-"""The door of batch jobs: a line becomes an ordinary request of its key, behind what online requests want."""
+"""The door of batch jobs: a line becomes a request of its key that takes what online requests leave."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -11,15 +12,14 @@ from msgspec.structs import replace
 
 from llmserve.api.limits import Account, KeyCharge, KeyLimits
 from llmserve.api.parse import CallParser
-from llmserve.api.shares import LEVEL_MOST, LEVEL_WEIGHT
 from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import RequestError, Unauthorized, Unavailable, model_not_found
-from llmserve.request import Call
+from llmserve.request import Call, Request
 
-BATCH_TIER = "batch"  # marks a call as a line of a batch
+CLOCK_S = 1.0  # a change of the time of day that counts
 
 
 class Answered(Protocol):
@@ -33,39 +33,75 @@ class Answered(Protocol):
 class LineDoor:
     """Submits lines to the cluster. Only budgets limit them, not what a key may send in a minute."""
 
-    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, parser: CallParser) -> None:
-        self._cluster, self._key_limits, self._parser = cluster, key_limits, parser
+    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, parser: CallParser, *, fair: bool) -> None:
+        """fair : whether requests have shares"""
+        self._cluster, self._key_limits, self._parser, self._fair = cluster, key_limits, parser, fair
+        self._clock_began_at = _began_at(cluster)
 
     @property
     def is_open(self) -> bool:
         return not self._cluster.draining and any(self._cluster.engines_ready.values())
 
-    async def submit(self, key: str, path: str, body: bytes, within_s: float, client: Answered) -> Callable[[], None]:
+    @property
+    def slots(self) -> int:
+        return sum([handle.info.slots for handle in self._cluster.fleet.handles.values() if handle.ready])
+
+    @property
+    def barrier(self) -> bool:
+        return any(handle.info.barrier for handle in self._cluster.fleet.handles.values())
+
+    def tokens_per_s(self, key: str, model: str) -> float:
+        account = self._account(key)
+        if account is None:
+            return 0.0
+        line = Request(0, model=model, share=self._share(account), weight=account.policy.weight)
+        return self._cluster.scheduler.background.tokens_per_s(line)
+
+    def _account(self, key: str) -> Account | None:
+        return next((account for account in self._key_limits.accounts if account.name == key), None)
+
+    def _share(self, account: Account) -> str:
+        return account.name if self._fair else ""
+
+    async def submit(
+        self, key: str, path: str, body: bytes, client: Answered, *, expires_at: int, after_tokens: float
+    ) -> Callable[[], None]:
         if self._cluster.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
-        account = next((account for account in self._key_limits.accounts if account.name == key), None)
+        account = self._account(key)
         if account is None:
             raise Unauthorized("the API key of this batch is not valid any more")
         parse = self._parser.parse_large if self._parser.is_large(body) else None
         headers = MappingProxyType[str, str]({})
         call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
-        call = self._as_line(call, account, within_s)
+        call = self._as_line(call, account, self._deadline_s(expires_at), after_tokens)
         self._check_served(call)
         if call.form is not COMPLETION:
             call = self._cluster.routes.routed(call)
         in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
         return partial(self._cluster.cancel, in_flight)
 
-    def _as_line(self, call: Call, account: Account, within_s: float) -> Call:
+    def _deadline_s(self, expires_at: int) -> float:
+        """The end of a window on the cluster's clock: the same for all lines of a job, unless the time was set."""
+        began_at = _began_at(self._cluster)
+        if abs(began_at - self._clock_began_at) > CLOCK_S:
+            self._clock_began_at = began_at
+        return expires_at - self._clock_began_at
+
+    def _as_line(self, call: Call, account: Account, deadline_s: float, after_tokens: float) -> Call:
+        """The call as a line of its key's share. What the client asks for by tier or priority does not count."""
         return replace(
             call,
-            slo_s=within_s,
+            slo_s=deadline_s - self._cluster.now_s(),
+            deadline_s=deadline_s,
             stream_name=account.name,
             prompt=replace(call.prompt, sender=account.name),
-            share=f"{account.name}//{BATCH_TIER}",
-            weight=account.policy.weight * LEVEL_WEIGHT**-LEVEL_MOST,
-            tier=BATCH_TIER,
+            share=self._share(account),
+            weight=account.policy.weight,
+            tier="",
             priority=0,
+            background=True,
+            after_tokens=after_tokens,
         )
 
     def _check_served(self, call: Call) -> None:
@@ -79,6 +115,11 @@ class LineDoor:
         if not account.budgets and self._key_limits.usage is None:
             return None
         return _LineCharge(account, model)
+
+
+def _began_at(cluster: LiveCluster) -> float:
+    """Unix time at which the cluster's clock showed 0."""
+    return time.time() - cluster.now_s()
 
 
 class _LineCharge(KeyCharge):

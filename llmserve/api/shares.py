@@ -41,6 +41,11 @@ def level_of(call: Call, policy: KeyPolicy) -> int:
     return max(-LEVEL_MOST, min(LEVEL_MOST, LEVELS.get(call.tier, 0) + call.priority))
 
 
+def shared_by(fair_by: str | None, *, keys: bool) -> str:
+    """Whose shares there are: those of `fair_by`; None: of keys, where requests need one."""
+    return fair_by or ("key" if keys else "none")
+
+
 def with_share(call: Call, share: str, policy: KeyPolicy) -> Call:
     """The call with its share and the share's weight. share : name of the key, stream or address"""
     level = level_of(call, policy)

@@ -376,10 +376,13 @@ def request_of(
 ) -> Request:
     """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
     call, (predicted, quantiles) = in_flight.call, forecast
+    deadline_s = call.deadline_s
+    if deadline_s is None and call.slo_s is not None:
+        deadline_s = in_flight.arrived_at_s + call.slo_s
     return Request(
         in_flight.request.id,
         predicted,
-        in_flight.arrived_at_s + call.slo_s if call.slo_s is not None else None,
+        deadline_s,
         quantiles,
         prompt_tokens,
         call.choices,

@@ -12,10 +12,10 @@ of any size cost it the same, and a line that was not handed over yet needs noth
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 LINES_MAX = 256  # of all jobs, in the queue or on engines, beside the engines' slots
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
@@ -23,12 +23,22 @@ LAST_SHARE = 1.0 / 16.0  # of a job's lines, the shortest, which run last
 RATE_S = 600.0  # the rate at which lines end is of the last so many seconds in which some were in the queue
 
 
-class Shape(NamedTuple):
-    """A line as far as its place goes. tokens : forecast length.  prefix : a hash of how its prompt begins"""
+class Shapes(NamedTuple):
+    """Lines as far as their places go: (n,) arrays.
 
-    number: int
-    tokens: float
-    prefix: int = 0
+    numbers : int64, each once.  tokens : float64, forecast lengths.  prefixes : uint64, hashes of how prompts begin
+    """
+
+    numbers: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.float64]
+    prefixes: npt.NDArray[np.uint64]
+
+
+class Arranged(NamedTuple):
+    """Lines in the order in which they enter the queue. tokens : their forecast lengths, likewise"""
+
+    numbers: list[int]
+    tokens: list[float]
 
 
 class Handed(NamedTuple):
@@ -47,35 +57,61 @@ class Forecast(NamedTuple):
 
 
 class _Job:
-    """deadline_s : end of its window.  waiting : lines to hand over.  tokens : of all its lines that have not ended"""
+    """deadline_s : end of its window.  turn : among jobs, ascending.  tokens : of all its lines that have not ended.
+    waiting_tokens : of those that wait
+    """
 
-    def __init__(self, job_id: str, deadline_s: float, lines: Sequence[Shape], *, barrier: bool) -> None:
-        self.id, self.deadline_s = job_id, deadline_s
-        self.tokens_of = {line.number: line.tokens for line in lines}
-        self.waiting = deque(arranged(lines, barrier=barrier))
-        self.tokens = sum(self.tokens_of.values())
-        self.waiting_tokens = self.tokens
+    def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged) -> None:
+        self.id, self.deadline_s, self.turn = job_id, deadline_s, (deadline_s, number)
+        self._lines, self._next = lines, 0
+        self._again: list[tuple[int, float]] = []  # lines that came back; the last is the next
+        self.tokens = self.waiting_tokens = sum(lines.tokens)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has lines to hand over."""
+        return bool(self._again) or self._next < len(self._lines.numbers)
+
+    def take(self) -> tuple[int, float]:
+        """The next line: its number, and its tokens."""
+        if self._again:
+            number, tokens = self._again.pop()
+        else:
+            number, tokens = self._lines.numbers[self._next], self._lines.tokens[self._next]
+            self._next += 1
+        self.waiting_tokens -= tokens
+        return number, tokens
+
+    def back(self, number: int, tokens: float) -> None:
+        self._again.append((number, tokens))
+        self.waiting_tokens += tokens
 
 
 class Feeder:
     """Keeps a few hundred lines in the queue.
 
-    slots    of the engines: so many lines may run beside those that wait
-    barrier  whether the engines run each batch to its end
+    slots  of the engines: so many lines may run beside those that wait
     """
 
-    def __init__(self, *, slots: int = 0, barrier: bool = False, lines_max: int = LINES_MAX) -> None:
+    def __init__(self, *, slots: int = 0, lines_max: int = LINES_MAX) -> None:
         self.slots = slots
-        self._barrier, self._lines_max = barrier, lines_max
+        self._lines_max = lines_max
         self._jobs: dict[str, _Job] = {}
+        self._added = 0
         self._in_queue: dict[tuple[str, int], float] = {}  # lines that were handed over, with their tokens
         self._rate = _Rate()
 
     # ---- jobs ----
 
-    def add(self, job_id: str, deadline_s: float, lines: Sequence[Shape]) -> None:
+    def __contains__(self, job_id: str) -> bool:
+        """Whether a job has lines that have not ended."""
+        return job_id in self._jobs
+
+    def add(self, job_id: str, deadline_s: float, lines: Arranged) -> None:
         """Take a job with the lines that have no result yet. deadline_s : end of its window"""
-        self._jobs[job_id] = _Job(job_id, deadline_s, lines, barrier=self._barrier)
+        if lines.numbers:
+            self._added += 1
+            self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines)
 
     def remove(self, job_id: str) -> list[int]:
         """Forget a job. Returns its lines that are in the queue or run."""
@@ -91,11 +127,9 @@ class Feeder:
         """The lines that enter the queue now, in order."""
         handed: list[Handed] = []
         room = self._lines_max + self.slots - len(self._in_queue)
-        for job in sorted(self._jobs.values(), key=lambda job: (job.deadline_s, job.id)):
-            while room > 0 and job.waiting:
-                number = job.waiting.popleft()
-                tokens = job.tokens_of[number]
-                job.waiting_tokens -= tokens
+        for job in sorted(self._jobs.values(), key=lambda job: job.turn):
+            while room > 0 and job.waits:
+                number, tokens = job.take()
                 self._in_queue[job.id, number] = tokens
                 handed.append(Handed(job.id, number, max(0.0, job.waiting_tokens)))
                 room -= 1
@@ -106,9 +140,7 @@ class Feeder:
         """Let a line wait again that was not served: it is the next of its job."""
         tokens = self._in_queue.pop((job_id, number), None)
         if tokens is not None:
-            job = self._jobs[job_id]
-            job.waiting.appendleft(number)
-            job.waiting_tokens += tokens
+            self._jobs[job_id].back(number, tokens)
 
     def ended(self, job_id: str, number: int, now_s: float, tokens: float) -> None:
         """Note a line that has a result. tokens : of its answer; 0: it has none"""
@@ -118,7 +150,7 @@ class Feeder:
         job = self._jobs[job_id]
         job.tokens -= expected
         self._rate.note(now_s, tokens, busy=True)
-        if not (job.waiting or any(other == job_id for other, _ in self._in_queue)):
+        if not (job.waits or any(other == job_id for other, _ in self._in_queue)):
             del self._jobs[job_id]
 
     # ---- forecasts ----
@@ -135,7 +167,7 @@ class Feeder:
         tokens_per_s_most : what its share would get if each share that waits now went on waiting
         """
         job = self._jobs[job_id]
-        before = [other for other in self._jobs.values() if (other.deadline_s, other.id) <= (job.deadline_s, job.id)]
+        before = [other for other in self._jobs.values() if other.turn <= job.turn]
         tokens = sum([other.tokens for other in before])
         least_s = now_s + (tokens / tokens_per_s_most if tokens_per_s_most > 0 else math.inf)
         rate = self._rate.tokens_per_s
@@ -167,25 +199,27 @@ class _Rate:
         return self._tokens / self._seconds if self._tokens and self._seconds else None
 
 
-def arranged(lines: Iterable[Shape], *, barrier: bool) -> list[int]:
-    """The numbers of the lines in the order in which they enter the queue; see the module."""
-    in_order: list[int] = []
-    in_groups = sorted(lines, key=lambda line: (line.prefix, -line.tokens, line.number))
-    for _, members in groupby(in_groups, lambda line: line.prefix):
-        longest_first = [line.number for line in members]
-        in_order += longest_first if barrier else mixed(longest_first)
-    return in_order
+def arranged(lines: Shapes, *, barrier: bool) -> Arranged:
+    """The lines in the order in which they enter the queue; see the module. Some ms for 50,000 lines."""
+    _, group, counts = np.unique(lines.prefixes, return_inverse=True, return_counts=True)
+    shared = np.where(counts[group] > 1, lines.prefixes, 0)  # a prefix of one line alone saves nothing
+    order = np.lexsort((lines.numbers, -lines.tokens, shared))
+    if not barrier:
+        order = order[mixed(shared[order])]
+    return Arranged(lines.numbers[order].tolist(), lines.tokens[order].tolist())
 
 
-def mixed(longest_first: Sequence[int]) -> list[int]:
-    """The lines so that each stretch of them has all lengths, but for the shortest, which are last."""
-    last = len(longest_first) - int(LAST_SHARE * len(longest_first))
-    first = sorted(range(last), key=lambda place: (place + 1) * GOLDEN % 1.0)
-    return [*[longest_first[place] for place in _inverse(first)], *longest_first[last:]]
+def mixed(prefixes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Places of lines so that each stretch of those of a prefix has all lengths, but for the shortest, which are last.
 
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    places = [0] * len(order)
-    for rank, place in enumerate(order):
-        places[place] = rank
-    return places
+    prefixes : (n,) ascending; of each prefix, the longest line is the first. Returns (n,) places
+    """
+    _, group, counts = np.unique(prefixes, return_inverse=True, return_counts=True)
+    places = np.arange(len(prefixes))
+    begins = np.cumsum(counts) - counts
+    within = places - begins[group]
+    spread = (within + 1) * GOLDEN % 1.0
+    is_last = within >= (counts - (LAST_SHARE * counts).astype(int))[group]
+    order = np.empty_like(places)
+    order[np.lexsort((np.where(is_last, within, spread), is_last, group))] = places
+    return order

@@ -16,13 +16,15 @@ from types import MappingProxyType
 from typing import IO
 
 import msgspec
+import numpy as np
 
 from llmserve.api.parse import CallParser
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError, RequestError
-from llmserve.jobs.feeding import Feeder, Shape
+from llmserve.jobs.feeding import Feeder, Shapes, arranged
 from llmserve.jobs.file_rows import Numbered, answer_row, error_row, read_line, results_of
+from llmserve.jobs.lines import answer_tokens
 from llmserve.request import Call
 
 JOB = "file"
@@ -30,17 +32,6 @@ SAFE_S = 1.0  # results are forced to the disk so often
 TRIES_MOST, PAUSE_S = 3, 1.0  # of a line that the engine could not take, and between them
 UNKNOWN_TOKENS = 256.0  # forecast of an answer before the first one has ended
 PASSING = ("no_engine", "queue_full", "draining")  # refusals that are no fault of the line
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 class Results:
@@ -103,9 +94,10 @@ class FileRun:
 
     async def run(self, cluster: LiveCluster, *, slots: int, barrier: bool) -> None:
         """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
-        self._feeder = Feeder(slots=slots, barrier=barrier)
-        shapes = [Shape(number, float(self._lines[number].tokens_max or UNKNOWN_TOKENS)) for number in self._left]
-        self._feeder.add(JOB, float("inf"), shapes)
+        self._feeder.slots = slots
+        tokens = [float(self._lines[number].tokens_max or UNKNOWN_TOKENS) for number in self._left]
+        shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), np.zeros(len(tokens), np.uint64))
+        self._feeder.add(JOB, float("inf"), arranged(shapes, barrier=barrier))
         try:
             with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
                 while self.done < self.total:
@@ -149,7 +141,7 @@ class FileRun:
         row = answer_row(
             number + 1, self._lines[number].custom_id, head.status, f"llmserve-{head.receipt.request_id}", body
         )
-        self._write(number, row, failed=head.status >= 400, tokens=_tokens_of(body))
+        self._write(number, row, failed=head.status >= 400, tokens=answer_tokens(body))
 
     def refused(self, number: int, error: RequestError) -> None:
         if (error.code in PASSING or error.status >= 500) and self._again(number, counts=error.code not in PASSING):
@@ -201,11 +193,3 @@ class _Line:
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
         self._run.refused(self._number, error)
-
-
-def _tokens_of(body: bytes) -> float:
-    try:
-        usage = _ANSWER.decode(body).usage
-    except msgspec.MsgspecError:
-        return 0.0
-    return float(usage.completion_tokens) if usage is not None else 0.0

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from llmserve.jobs.contract import BatchRow
-from llmserve.jobs.in_order import Shape
-from llmserve.jobs.lines import is_expired, number_of
+from llmserve.jobs.feeding import Shapes
+from llmserve.jobs.lines import is_expired, model_of, number_of
 from llmserve.jobs.recorder import Account
 from llmserve.jobs.rows import Part, Segment
 from llmserve.jobs.validation import ANSWER_TOKENS, Index
@@ -27,6 +27,7 @@ class Loaded:
 
     path : of the input.  index : see validation.RECORD.  waiting : numbers of lines without a safe result
     completed, failed : lines with one.  expired : of these, lines that were not executed in time
+    model : of the first line
     """
 
     path: Path
@@ -35,6 +36,7 @@ class Loaded:
     completed: int
     failed: int
     expired: int
+    model: str
 
 
 class Cancellable(Protocol):
@@ -49,7 +51,6 @@ class Job:
     waiting    numbers of the lines that are neither in flight nor have a result
     in_flight  lines that were chosen to start, and have no answer yet
     expired    lines whose result says that they were not executed in time
-    tokens     of a line, on average, estimated
     open       whether lines may start
     changed    set when somebody must look at the batch again
     """
@@ -63,7 +64,6 @@ class Job:
         self.in_flight: dict[int, Cancellable] = {}
         self.recording = 0  # lines whose result is not safe yet
         self.expired = 0
-        self.tokens = 0.0
         self.tries: Counter[int] = Counter()
         self.open = False
         self.changed = asyncio.Event()
@@ -72,11 +72,6 @@ class Job:
     def is_done(self) -> bool:
         """Whether every line has a safe result."""
         return self.loaded is not None and self.account.completed + self.account.failed == self.total
-
-    @property
-    def tokens_left(self) -> float:
-        """Tokens of the lines without a safe result, estimated."""
-        return self.tokens * (self.total - self.account.completed - self.account.failed)
 
     def start(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -93,16 +88,14 @@ class Job:
             line.cancel()
         self.waiting.update(in_flight)
 
-    def shapes(self) -> list[Shape]:
-        """The lines that wait, in the order of the file."""
+    def shapes(self) -> Shapes:
+        """The lines that wait. A line without a limit counts as ANSWER_TOKENS long."""
         assert self.loaded is not None, "lines of a job that is not loaded"
-        numbers = sorted(self.waiting)
+        numbers = np.fromiter(self.waiting, np.int64, len(self.waiting))
         records = self.loaded.index[numbers]
-        tokens, prefixes = records["output_tokens_max"].tolist(), records["prefix"].tolist()
-        return [
-            Shape(number, most or ANSWER_TOKENS, prefix)
-            for number, most, prefix in zip(numbers, tokens, prefixes, strict=True)
-        ]
+        tokens = records["output_tokens_max"].astype(np.float64)
+        tokens[tokens == 0] = ANSWER_TOKENS
+        return Shapes(numbers, tokens, records["prefix"])
 
 
 def load(folder: Path, index: Path, part: Part, segments: Iterable[Segment]) -> Loaded:
@@ -121,7 +114,9 @@ def load(folder: Path, index: Path, part: Part, segments: Iterable[Segment]) -> 
             counts[segment.kind] += 1
             expired += is_expired(row)
     waiting = np.flatnonzero(~done).tolist()
-    return Loaded(folder / part.name, records, waiting, counts["output"], counts["error"], expired)
+    path = folder / part.name
+    model = model_of(read_lines(path, records, [0])[0])
+    return Loaded(path, records, waiting, counts["output"], counts["error"], expired, model)
 
 
 def _rows(path: Path, size: int) -> Iterable[bytes]:

@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol
+from typing import Literal, Protocol
 
 from llmserve.errors import DeadlineExceeded, RequestError
-from llmserve.jobs.in_order import Feeder, InOrder
+from llmserve.jobs.feeding import Feeder, Forecast, arranged
 from llmserve.jobs.job import Job, read_lines
-from llmserve.jobs.lines import Line, answer_row, expired_row, read_line, refusal_row
-from llmserve.jobs.pace import Pace
+from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, read_line, refusal_row
 from llmserve.jobs.recorder import Recorder, Result
 from llmserve.jobs.rows import Kind
 
@@ -22,7 +21,10 @@ log = logging.getLogger("llmserve")
 
 PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # after a line that no engine could take now
 RETRY_S = 1.0  # after an input file that could not be read
+AT_ONCE = 16  # lines that are submitted in one turn of the event loop: a few ms
 TRIES_MAX = 3  # of a line that fails on the engines
+
+Outcome = Literal["completed", "failed", "expired"]
 
 
 class Answered(Protocol):
@@ -41,8 +43,28 @@ class Door(Protocol):
         """Whether the server takes lines: it has an engine, and does not end."""
         ...
 
-    async def submit(self, key: str, path: str, body: bytes, within_s: float, client: Answered) -> Callable[[], None]:
-        """Queue a request with a deadline. Returns what cancels it. Raises RequestError."""
+    @property
+    def slots(self) -> int:
+        """Of the engines."""
+        ...
+
+    @property
+    def barrier(self) -> bool:
+        """Whether engines run each batch to its end."""
+        ...
+
+    def tokens_per_s(self, key: str, model: str) -> float:
+        """What the share of the key would get of a model's engines if each share that waits now went on waiting."""
+        ...
+
+    async def submit(
+        self, key: str, path: str, body: bytes, client: Answered, *, expires_at: int, after_tokens: float
+    ) -> Callable[[], None]:
+        """Queue a line. Returns what cancels it. Raises RequestError.
+
+        expires_at : end of its window, unix time
+        after_tokens : output tokens of the lines of its job that follow it, by their forecasts
+        """
         ...
 
 
@@ -53,8 +75,7 @@ class LineFeed:
     recorder    makes results safe
     on_trouble  called with an error of the disk
     clock       unix time
-    feeder      chooses the lines; None: in the order of their files
-    pace        of all lines together
+    lines_ended lines with a safe result, by outcome
     """
 
     def __init__(
@@ -64,12 +85,11 @@ class LineFeed:
         door: Door,
         on_trouble: Callable[[Exception], None],
         clock: Callable[[], float],
-        feeder: Feeder | None = None,
     ) -> None:
         self._jobs, self._recorder, self._door = jobs, recorder, door
-        self._feeder = feeder or InOrder()
+        self._feeder = Feeder()
         self._on_trouble, self._clock = on_trouble, clock
-        self.pace = Pace(clock)
+        self.lines_ended: dict[str, int] = dict.fromkeys(("completed", "failed", "expired"), 0)
         self._wake = asyncio.Event()
         self._pause_s, self._paused_until = 0.0, -math.inf
 
@@ -78,11 +98,23 @@ class LineFeed:
         """Whether lines can start now."""
         return self._door.is_open
 
-    def open(self, job: Job) -> None:
+    @property
+    def lines_waiting(self) -> int:
+        return sum([len(job.waiting) for job in self._jobs.values()])
+
+    @property
+    def lines_in_flight(self) -> int:
+        return sum([len(job.in_flight) for job in self._jobs.values()])
+
+    async def open(self, job: Job) -> None:
         """Let the lines of a job start. May be called again."""
         if not job.open:
             job.open = True
-            self._feeder.add(job.id, job.expires_at, job.shapes())
+            barrier = self._door.barrier
+            lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier))
+            if not job.open:  # stopped meanwhile
+                return
+            self._feeder.add(job.id, job.expires_at, lines)
         self._wake.set()
 
     def stop(self, job: Job) -> None:
@@ -90,6 +122,13 @@ class LineFeed:
         self._feeder.remove(job.id)
         job.stop_lines()
         self._wake.set()
+
+    def forecast(self, job: Job) -> Forecast | None:
+        """When a job ends; None: its lines cannot start now."""
+        if job.id not in self._feeder or job.loaded is None:
+            return None
+        tokens_per_s = self._door.tokens_per_s(job.key, job.loaded.model)
+        return self._feeder.forecast(job.id, self._clock(), tokens_per_s)
 
     async def run(self) -> None:
         while True:
@@ -112,9 +151,10 @@ class LineFeed:
     def _taken(self) -> list[tuple[Job, list[_LineInFlight]]]:
         """The lines that start now, which are in flight from here on. Neighbours of one job are together."""
         taken: list[tuple[Job, list[_LineInFlight]]] = []
+        self._feeder.slots = self._door.slots
         for job_id, handed in groupby(self._feeder.take(self._clock()), attrgetter("job")):
             job = self._jobs[job_id]
-            lines = [_LineInFlight(self, job, line.number) for line in handed]
+            lines = [_LineInFlight(self, job, line.number, line.after_tokens) for line in handed]
             for line in lines:
                 job.in_flight[line.number] = line
                 job.waiting.discard(line.number)
@@ -129,13 +169,21 @@ class LineFeed:
     async def _start(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
         """Submit these lines, if nobody has taken them back. Raises OSError before the first."""
         requests = await self.read(job, [line.number for line in lines])
-        for line, request in zip(lines, requests, strict=True):
+        for place, (line, request) in enumerate(zip(lines, requests, strict=True), 1):
             line.request = request
+            if place % AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have their turn
             if not line.is_in_flight:
                 continue
-            within_s = max(0.001, job.expires_at - self._clock())
             try:
-                cancel = await self._door.submit(job.key, job.endpoint, bytes(request.body), within_s, line)
+                cancel = await self._door.submit(
+                    job.key,
+                    job.endpoint,
+                    bytes(request.body),
+                    line,
+                    expires_at=job.expires_at,
+                    after_tokens=line.after_tokens,
+                )
             except RequestError as error:
                 line.refused(error, "")
             except Exception as error:
@@ -162,7 +210,8 @@ class LineFeed:
                 return
         elif status < 400:
             self._pause_s = 0.0
-        self.note(job, number, answer_row(job.id, number, request, status, request_id, body), failed=status >= 400)
+        row = answer_row(job.id, number, request, status, request_id, body)
+        self.note(job, number, row, "failed" if status >= 400 else "completed", answer_tokens(body))
 
     def refused(self, job: Job, number: int, request: Line, error: RequestError, request_id: str) -> None:
         """The front-end has refused or failed a line."""
@@ -176,7 +225,7 @@ class LineFeed:
         passing = error.status >= 500 or error.status == 429
         if passing and self._again(job, number, counted=error.code == "engine_failed"):
             return
-        self.note(job, number, refusal_row(job.id, number, request, request_id, error), failed=True)
+        self.note(job, number, refusal_row(job.id, number, request, request_id, error), "failed")
 
     def _again(self, job: Job, number: int, *, counted: bool) -> bool:
         """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
@@ -192,19 +241,20 @@ class LineFeed:
     def note_expired(self, job: Job, number: int, request: Line) -> None:
         """Give a line the result that it was not executed in time."""
         job.expired += 1
-        self.note(job, number, expired_row(job.id, number, request), failed=True)
+        self.note(job, number, expired_row(job.id, number, request), "expired")
 
-    def note(self, job: Job, number: int, row: bytes, *, failed: bool) -> None:
+    def note(self, job: Job, number: int, row: bytes, outcome: Outcome, tokens: float = 0.0) -> None:
         job.recording += 1
 
         def on_safe() -> None:
             job.recording -= 1
-            self.pace.ended(job.tokens)
-            self._feeder.ended(job.id, number, self._clock(), job.tokens)
+            self.lines_ended[outcome] += 1
+            self._feeder.ended(job.id, number, self._clock(), tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()
 
+        failed = outcome != "completed"
         kind: Kind = "error" if failed else "output"
         self._recorder.add(Result(job.account, kind, failed, row, on_safe))
 
@@ -212,12 +262,12 @@ class LineFeed:
 class _LineInFlight:
     """A line that was chosen to start. It ends once: by an answer, a refusal, or because it is taken back."""
 
-    __slots__ = ("_cancel", "_feed", "_job", "number", "request")
+    __slots__ = ("_cancel", "_feed", "_job", "after_tokens", "number", "request")
 
     request: Line  # from the start on
 
-    def __init__(self, feed: LineFeed, job: Job, number: int) -> None:
-        self._feed, self._job, self.number = feed, job, number
+    def __init__(self, feed: LineFeed, job: Job, number: int, after_tokens: float) -> None:
+        self._feed, self._job, self.number, self.after_tokens = feed, job, number, after_tokens
         self._cancel: Callable[[], None] | None = None
 
     @property

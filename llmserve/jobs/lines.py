@@ -27,6 +27,20 @@ class _Row(msgspec.Struct):
     id: str
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str = ""
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_BODY = msgspec.json.Decoder(_Body)
 LINE: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 _ROW: msgspec.json.Decoder[_Row] = msgspec.json.Decoder(_Row)
 EXPIRED = {
@@ -38,6 +52,23 @@ EXPIRED = {
 def read_line(data: bytes) -> Line:
     """Raises msgspec.DecodeError."""
     return LINE.decode(data)
+
+
+def model_of(data: bytes) -> str:
+    """The model that a line asks for; "" when it names none."""
+    try:
+        return _BODY.decode(read_line(data).body).model
+    except msgspec.DecodeError:
+        return ""
+
+
+def answer_tokens(body: bytes) -> float:
+    """The output tokens of an answer; 0 when it does not say."""
+    try:
+        usage = _ANSWER.decode(body).usage
+    except msgspec.MsgspecError:
+        return 0.0
+    return float(usage.completion_tokens) if usage is not None else 0.0
 
 
 def answer_row(batch_id: str, number: int, line: Line, status: int, request_id: str, body: bytes) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -19,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from llmserve.jobs import job as jobs_of
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, LineError, Status
+from llmserve.jobs.feeding import Forecast
 from llmserve.jobs.folder import Folder
 from llmserve.jobs.job import Job
 from llmserve.jobs.line_feed import Door, LineFeed
@@ -61,19 +61,19 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
-        self._feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
+        self.feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
 
     # ---- for the server ----
 
     def start(self) -> None:
         self.recorder.start()
-        self._loops = [asyncio.create_task(self._watch()), asyncio.create_task(self._feed.run())]
+        self._loops = [asyncio.create_task(self._watch()), asyncio.create_task(self.feed.run())]
 
     async def close(self) -> None:
         """Take all lines back, and leave the batches to the next server."""
         await _end(self._loops)
         for job in self.jobs.values():
-            self._feed.stop(job)
+            self.feed.stop(job)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await self.recorder.flush()
@@ -93,19 +93,12 @@ class Runner:
         """Why the lines of a batch do not start now; None: they may."""
         if batch_id not in self.jobs:
             return None
-        return self.recorder.trouble or self.trouble or (None if self._feed.is_open else "no_engine")
+        return self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
 
-    def expected_end(self, batch_id: str) -> int | None:
-        """When a batch will probably end at the present pace, unix time; None: nobody knows here.
-
-        Batches with an earlier deadline come first.
-        """
+    def forecast(self, batch_id: str) -> Forecast | None:
+        """When a batch ends, unix time; None: nobody knows here."""
         job = self.jobs.get(batch_id)
-        if job is None or job.loaded is None or not job.open:
-            return None
-        before = [other for other in self.jobs.values() if other.open and other.expires_at <= job.expires_at]
-        end_s = self._feed.pace.end_s(sum([other.tokens_left for other in before]))
-        return None if end_s is None else math.ceil(end_s)
+        return None if job is None else self.feed.forecast(job)
 
     # ---- claiming ----
 
@@ -157,7 +150,7 @@ class Runner:
     def _forget(self, batch_id: str) -> None:
         job = self.jobs.pop(batch_id, None)
         if job is not None:
-            self._feed.stop(job)
+            self.feed.stop(job)
             job.account.close()
 
     def _report(self, error: Exception) -> None:
@@ -219,8 +212,7 @@ class Runner:
     async def _progress(self, job: Job, row: BatchRow) -> None:
         if job.loaded is None:
             await self._load(job, row)
-        job.tokens = row.tokens / max(1, row.total)
-        self._feed.open(job)
+        await self.feed.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):
@@ -243,13 +235,13 @@ class Runner:
 
     async def _expire(self, job: Job, row: BatchRow) -> None:
         """Write a row for each line without a result, then end the batch."""
-        self._feed.stop(job)
+        self.feed.stop(job)
         await self.recorder.flush()
         while job.waiting and not job.account.lost:
             numbers = sorted(job.waiting)[:EXPIRED_AT_ONCE]
-            for number, line in zip(numbers, await self._feed.read(job, numbers), strict=True):
+            for number, line in zip(numbers, await self.feed.read(job, numbers), strict=True):
                 job.waiting.discard(number)
-                self._feed.note_expired(job, number, line)
+                self.feed.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
 
@@ -257,7 +249,7 @@ class Runner:
         await self._finish(row, "completed")
 
     async def _cancel(self, job: Job, row: BatchRow) -> None:
-        self._feed.stop(job)
+        self.feed.stop(job)
         await self.recorder.flush()
         await self._finish(row, "cancelled")
 
@@ -274,7 +266,7 @@ class Runner:
         if status is None:
             job.account.lost = True
         if status != "in_progress":
-            self._feed.stop(job)
+            self.feed.stop(job)
             job.changed.set()
 
 

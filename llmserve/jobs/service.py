@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -104,11 +105,13 @@ class JobService:
 
     def shown(self, row: BatchRow) -> dict[str, Any]:
         """The batch as clients see it, with what llmserve adds."""
-        end = self.runner.expected_end(row.id) if row.status == "in_progress" else None
-        added = {"expected_end_at": end, "warning": None, "paused": self.runner.paused(row.id)}
-        if end is not None and end > row.expires_at:
-            late_s = end - row.expires_at
-            added["warning"] = f"at the present pace the batch ends {late_s:,} s after its window; the rest will expire"
+        forecast = self.runner.forecast(row.id) if row.status == "in_progress" else None
+        added: dict[str, Any] = {"expected_end_at": None, "warning": None, "paused": self.runner.paused(row.id)}
+        if forecast is not None and math.isfinite(forecast.ends_at_s):
+            added["expected_end_at"] = end = math.ceil(forecast.ends_at_s)
+            if not forecast.in_time:
+                late_s = end - row.expires_at
+                added["warning"] = f"the batch would end {late_s:,} s after its window; the rest will expire"
         return {**row.shown(), "llmserve": added}
 
     # ---- life ----

@@ -129,6 +129,10 @@ def rows() -> dict[str, list[Panel]]:
             Panel("Refused", "reqps", rate("llmserve_key_refused_total", "key")),
             Panel("Slots in use", "short", rate("llmserve_key_slot_seconds_total", "key")),
         ],
+        "Batch jobs": [
+            Panel("Lines", "short", value("llmserve_job_lines", "state")),
+            Panel("Lines with a result", "reqps", rate("llmserve_job_lines_ended_total", "outcome")),
+        ],
         "Energy": [
             Panel("Power", "watt", rate("llmserve_energy_joules_total", "source")),
             Panel("Energy per output token", "joule", value("llmserve_energy_joules_per_output_token", "source")),

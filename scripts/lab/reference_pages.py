@@ -127,6 +127,7 @@ def _server_metrics() -> Metrics:
     KeyUsage(lambda: cluster.models, families)
     metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver, families=families)
     metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
+    metrics.follow_jobs(SimpleNamespace(lines_waiting=0, lines_in_flight=0, lines_ended={}))
     cluster.scheduler.handle(EngineReady(info), 0.0)
     cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)

@@ -225,12 +225,17 @@ class _Checking:
 class Door:
     """Stands for the queue and the engines: answers late, or fails."""
 
-    is_open = True
+    is_open, slots, barrier = True, 0, False
 
     def __init__(self, world: World, server: Server) -> None:
         self._world, self._server = world, server
 
-    async def submit(self, key: str, path: str, body: bytes, within_s: float, client: Any) -> Callable[[], None]:
+    def tokens_per_s(self, key: str, model: str) -> float:
+        return 1.0
+
+    async def submit(
+        self, key: str, path: str, body: bytes, client: Any, *, expires_at: int, after_tokens: float
+    ) -> Callable[[], None]:
         await self._server.breathe()
         world, cancelled = self._world, False
         line = msgspec.json.decode(body)["prompt"]

@@ -199,7 +199,7 @@ async def slow_engine(engine: FakeEngine) -> FakeEngine:
 async def test_a_cancelled_batch_keeps_the_results_that_it_has(
     front: Front, client: openai.AsyncOpenAI, engine: FakeEngine
 ) -> None:
-    requests = [request(number, max_tokens=3 if number < 4 else 100_000) for number in range(12)]
+    requests = [request(number, max_tokens=3 if number < 4 else 100_000) for number in range(11)]  # 7 for 8 slots
     batch = await create(client, jsonl(requests))
     while (counts := (await client.batches.retrieve(batch.id)).request_counts) is None or counts.completed < 4:
         pass

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
-from llmserve.jobs.feeding import Feeder, Handed, Shape, arranged
+from llmserve.jobs.feeding import Arranged, Feeder, Handed, Shapes, arranged
 
 
-def shapes(*tokens: float) -> list[Shape]:
-    return [Shape(number, length) for number, length in enumerate(tokens)]
+def shapes(tokens: Sequence[float], prefixes: Sequence[int] | None = None) -> Shapes:
+    return Shapes(np.arange(len(tokens)), np.array(tokens, float), np.array(prefixes or [0] * len(tokens), np.uint64))
+
+
+def lines(*tokens: float) -> Arranged:
+    return arranged(shapes(tokens), barrier=True)
 
 
 def test_the_job_whose_window_ends_first_is_first() -> None:
-    feeder = Feeder(barrier=True, lines_max=3)
-    feeder.add("late", 200.0, shapes(10.0, 10.0))
-    feeder.add("soon", 100.0, shapes(30.0, 20.0))
+    feeder = Feeder(lines_max=3)
+    feeder.add("late", 200.0, lines(10.0, 10.0))
+    feeder.add("soon", 100.0, lines(30.0, 20.0))
     assert feeder.take(0.0) == [Handed("soon", 0, 20.0), Handed("soon", 1, 0.0), Handed("late", 0, 10.0)]
     assert feeder.take(0.0) == []
 
 
 def test_each_line_that_ends_makes_room_for_one() -> None:
-    feeder = Feeder(barrier=True, lines_max=2)
-    feeder.add("job", 100.0, shapes(5.0, 4.0, 3.0))
+    feeder = Feeder(lines_max=2)
+    feeder.add("job", 100.0, lines(5.0, 4.0, 3.0))
     feeder.take(0.0)
     feeder.ended("job", 0, 1.0, 5.0)
     assert feeder.take(1.0) == [Handed("job", 2, 0.0)]
@@ -30,41 +37,45 @@ def test_each_line_that_ends_makes_room_for_one() -> None:
 
 
 def test_a_line_that_comes_back_is_the_next_of_its_job() -> None:
-    feeder = Feeder(barrier=True, lines_max=1)
-    feeder.add("job", 100.0, shapes(5.0, 4.0))
+    feeder = Feeder(lines_max=1)
+    feeder.add("job", 100.0, lines(5.0, 4.0))
     feeder.take(0.0)
     feeder.back("job", 0)
     assert feeder.take(1.0) == [Handed("job", 0, 4.0)]
 
 
 def test_a_job_that_is_removed_hands_over_nothing_more() -> None:
-    feeder = Feeder(barrier=True, lines_max=2)
-    feeder.add("job", 100.0, shapes(5.0, 4.0, 3.0))
+    feeder = Feeder(lines_max=2)
+    feeder.add("job", 100.0, lines(5.0, 4.0, 3.0))
     feeder.take(0.0)
     assert feeder.remove("job") == [0, 1]
     assert feeder.take(0.0) == []
 
 
 def test_lines_of_one_prefix_are_together() -> None:
-    lines = [Shape(number, 10.0 + number, prefix=number % 2) for number in range(40)]
-    order = arranged(lines, barrier=False)
+    order = arranged(shapes([10.0 + number for number in range(40)], [0, 1] * 20), barrier=False).numbers
     assert sorted(order) == list(range(40))
     assert [number % 2 for number in order] == [0] * 20 + [1] * 20
 
 
+def test_a_prefix_of_one_line_alone_does_not_count() -> None:
+    alone = shapes([1.0, 5.0, 3.0, 4.0, 2.0], [9, 7, 8, 5, 6])
+    assert arranged(alone, barrier=True).numbers == [1, 3, 2, 4, 0]
+
+
 def test_each_stretch_has_all_lengths_and_the_shortest_are_last() -> None:
-    lines = [Shape(number, float(number)) for number in range(160)]
-    order = arranged(lines, barrier=False)
+    lengths = shapes([float(number) for number in range(160)])
+    order = arranged(lengths, barrier=False).numbers
     for first in range(0, 144, 16):
         assert 60 < sum(order[first : first + 16]) / 16 < 110  # the mean of those that are mixed is 84.5
     assert order[-10:] == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
-    assert arranged(lines, barrier=True) == list(range(159, -1, -1))
+    assert arranged(lengths, barrier=True).numbers == list(range(159, -1, -1))
 
 
 def test_a_job_ends_after_those_before_it_at_the_present_rate() -> None:
-    feeder = Feeder(barrier=True)
-    feeder.add("first", 1_000.0, shapes(*[10.0] * 10))
-    feeder.add("second", 2_000.0, shapes(*[10.0] * 10))
+    feeder = Feeder()
+    feeder.add("first", 1_000.0, lines(*[10.0] * 10))
+    feeder.add("second", 2_000.0, lines(*[10.0] * 10))
     feeder.take(0.0)
     for number in range(5):
         feeder.ended("first", number, 2.0 * (number + 1), 10.0)
@@ -73,8 +84,8 @@ def test_a_job_ends_after_those_before_it_at_the_present_rate() -> None:
 
 
 def test_a_job_that_would_be_late_ends_with_its_window_as_far_as_its_share_allows() -> None:
-    feeder = Feeder(barrier=True)
-    feeder.add("job", 15.0, shapes(*[10.0] * 10))
+    feeder = Feeder()
+    feeder.add("job", 15.0, lines(*[10.0] * 10))
     feeder.take(0.0)
     for number in range(5):
         feeder.ended("job", number, 2.0 * (number + 1), 10.0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from batch_jobs.workload import BURST_S, CYCLES, IDLE_S, LINE, SLOTS, Workload, costs, counts, is_burst
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.jobs.feeding import Feeder, Shape
+from llmserve.jobs.feeding import Feeder, Shapes, arranged
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -57,11 +57,12 @@ def under_scheduler(
     config = SchedulingConfig(**(settings or {})).resolved(barrier=barrier)  # type: ignore[arg-type]
     engine = StepEngine(EngineInfo("engine", SLOTS, barrier), workload.lengths, costs(), workload.online_ids)
     outcome = Outcome({request.id: at_s for at_s, request in workload.online})
-    feeder = Feeder(slots=SLOTS, barrier=barrier, **({} if most is None else {"lines_max": most}))
+    feeder = Feeder(slots=SLOTS, **({} if most is None else {"lines_max": most}))
     by_id = {line.id: line for _, lines in workload.jobs for line in lines}
     for index, (window_s, lines) in enumerate(workload.jobs):
-        shapes = [Shape(line.id, line.expected_tokens or 0.0) for line in lines]
-        feeder.add(str(index), window_s, shapes)
+        tokens = np.array([line.expected_tokens or 0.0 for line in lines])
+        shapes = Shapes(np.array([line.id for line in lines]), tokens, np.zeros(len(lines), np.uint64))
+        feeder.add(str(index), window_s, arranged(shapes, barrier=barrier))
 
     def feed(now_s: float) -> None:
         for handed in feeder.take(now_s):

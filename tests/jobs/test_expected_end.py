@@ -9,25 +9,6 @@ from batch_client import at, create, jsonl, request
 from front import Front
 
 from llmserve.engines.fake import FakeEngine
-from llmserve.jobs.pace import Pace
-
-
-def test_the_pace_is_that_of_the_last_minutes() -> None:
-    now_s = 1000.0
-    pace = Pace(lambda: now_s)
-    assert pace.end_s(100) is None, "nothing has ended yet"
-    for _ in range(1000):
-        now_s += 1.0
-        pace.ended(50)
-    assert pace.end_s(5000) == now_s + 100 * 120 / 121, "50 tokens a second; both ends of the window count"
-    for _ in range(240):
-        now_s += 0.5
-        pace.ended(50)
-    end_s = pace.end_s(5000)
-    assert end_s is not None
-    assert abs(end_s - now_s - 50) < 1.5
-    now_s += 1000
-    assert pace.end_s(100) is None, "nothing has ended lately"
 
 
 async def test_a_batch_says_when_it_will_end_and_warns_when_that_is_too_late(

@@ -1,0 +1,85 @@
+"""A job in a running server beside online requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from batch_client import at, client_of, create, ended, jsonl, request, rows
+from front import Front, StartFront, until
+
+from llmserve.engines.fake import FakeEngine
+from llmserve.settings import ServerConfig
+
+SLOTS, LINES, LINE_TOKENS = 4, 32, 60
+
+
+def contents(engine: FakeEngine) -> list[str]:
+    """The messages of the requests that the engine has got, in order."""
+    return [json.loads(body)["messages"][0]["content"] for body in engine.bodies]
+
+
+async def begun_before(front: Front, engine: FakeEngine, name: str) -> int:
+    """Send an online request. Returns the number of lines that begin before it from now on."""
+    sent = len(engine.bodies)
+    async with front.post(messages=[{"role": "user", "content": name}], max_tokens=3) as answer:
+        assert answer.status == 200
+    return contents(engine).index(name) - sent
+
+
+async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    async with FakeEngine(slots=SLOTS, step_s=0.005) as engine:
+        server = ServerConfig(port=0, state=str(tmp_path))
+        front = await start_front(engine, slots=SLOTS, server=server)
+        client = client_of(front.url)
+        batch = await create(client, jsonl([request(number, max_tokens=LINE_TOKENS) for number in range(LINES)]))
+        await until(lambda: engine.running == SLOTS)  # lines take every slot, and many more wait
+        assert len(front.cluster.scheduler.background.waiting) > SLOTS
+        assert await begun_before(front, engine, "first") == 0, "it got the first slot that was free"
+        for number in range(4):
+            await asyncio.sleep(0.1)
+            assert await begun_before(front, engine, f"later {number}") <= 1, "one may begin while it is on its way"
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert len(await rows(client, batch.output_file_id)) == LINES
+        async with front.session.get(f"{front.url}/metrics") as response:
+            metrics = (await response.text()).splitlines()
+        assert f'llmserve_job_lines_ended_total{{outcome="completed"}} {LINES}.0' in metrics
+        assert 'llmserve_job_lines{state="waiting"} 0.0' in metrics
+
+
+async def test_lines_are_ordered_by_prefix(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(slots=1, step_s=0.001) as engine:
+        front = await start_front(engine, slots=1, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(front.url)
+        prefixes = ["red " * 100, "blue " * 100]
+        requests = [
+            request(number, messages=[{"role": "user", "content": f"{prefixes[number % 2]}{number}"}])
+            for number in range(40)
+        ]
+        await ended(client, await create(client, jsonl(requests)))
+        colours = [content.partition(" ")[0] for content in contents(engine)]
+        changes = sum([one != other for one, other in pairwise(colours)])
+        assert len(colours) == 40
+        assert changes == 1, "all lines of a prefix follow each other"
+
+
+async def test_the_expected_end_is_known_before_the_first_answer(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(slots=2, step_s=0.02) as engine:
+        front = await start_front(engine, slots=2, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(front.url)
+        batch = await create(client, jsonl([request(number, max_tokens=1000) for number in range(20)]))
+        await at(client, batch, "in_progress")
+        await until(lambda: engine.running == 2)
+        batch = await client.batches.retrieve(batch.id)
+        added = batch.llmserve  # type: ignore[attr-defined]
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == 0
+        assert batch.in_progress_at is not None
+        assert added["warning"] is None
+        assert 0 < added["expected_end_at"] - batch.in_progress_at < 1000, "20 lines of 1,000 tokens"
+        await at(client, await client.batches.cancel(batch.id), "cancelled")
