@@ -364,14 +364,14 @@ class World:
 
     async def _cancel(self) -> None:
         server = self._alive()
-        if ids := self._rows("SELECT id FROM batches"):
+        if ids := self._rows("SELECT id FROM batches ORDER BY seq"):
             (batch_id,) = self.drawn.choice(ids)
             await server.batches.cancel(KEY, batch_id, int(self.clock()))
             server.runner.notice(batch_id)
 
     async def _delete(self) -> None:
         server = self._alive()
-        if ids := self._rows("SELECT id FROM files WHERE purpose = 'batch'"):
+        if ids := self._rows("SELECT id FROM files WHERE purpose = 'batch' ORDER BY seq"):
             (file_id,) = self.drawn.choice(ids)
             server.folder.remove(await server.files.delete_file(KEY, file_id))
 
