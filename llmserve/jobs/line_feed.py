@@ -112,7 +112,7 @@ class LineFeed:
             job.open = True
             barrier = self._door.barrier
             lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier))
-            if not job.open:  # stopped meanwhile
+            if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
                 return
             self._feeder.add(job.id, job.expires_at, lines)
         self._wake.set()
