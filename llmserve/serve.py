@@ -166,8 +166,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     from llmserve.reload import Reloader, engines_part, keys_part
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
-    key_file = keys_of(config)
-    admin = admin_keys_of(config)
+    key_file, admin = keys_of(config), admin_keys_of(config)
     check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
     if config.server.metrics_host is not None and config.server.metrics_port is None:
         raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
