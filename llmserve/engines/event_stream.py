@@ -126,14 +126,8 @@ class UsageFilter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Add bytes from the engine. Returns the bytes that may go to the client now."""
-        data = self._partial + chunk if self._partial else chunk
-        self._partial = b""
-        if not data.endswith((b"\n\n", b"\n\r\n")):
-            cut = events_end(data)
-            if len(data) - cut <= PARTIAL_BYTES_MAX:
-                data, self._partial = data[:cut], data[cut:]
-            else:
-                self.in_parts = True
+        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
+        self.in_parts = self.in_parts or in_parts
         return self._pass(data)
 
     def flush(self) -> bytes:
@@ -223,6 +217,16 @@ def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
     """Append a field to an event of one JSON object."""
     end = event.rfind(b"}")
     return event if end < 0 else b'%b,"%b":%b%b' % (event[:end], name, value, event[end:])
+
+
+def whole_events(data: bytes) -> tuple[bytes, bytes, bool]:
+    """What may pass now, the incomplete event that waits for its rest, and whether it was too large to wait."""
+    if data.endswith((b"\n\n", b"\n\r\n")):
+        return data, b"", False
+    end = events_end(data)
+    if len(data) - end <= PARTIAL_BYTES_MAX:
+        return data[:end], data[end:], False
+    return data, b"", True
 
 
 def events_end(data: bytes) -> int:

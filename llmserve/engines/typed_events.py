@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from llmserve.engines.event_stream import EVENT_END, PARTIAL_BYTES_MAX, Usage, data_of, events_end
+from llmserve.engines.event_stream import EVENT_END, Usage, data_of, whole_events
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -71,14 +71,8 @@ class EventReader:
 
     def feed(self, chunk: bytes) -> bytes:
         """Add bytes from the engine. Returns the bytes that may go to the client now."""
-        data = self._partial + chunk if self._partial else chunk
-        self._partial = b""
-        if not data.endswith((b"\n\n", b"\n\r\n")):
-            cut = events_end(data)
-            if len(data) - cut <= PARTIAL_BYTES_MAX:
-                data, self._partial = data[:cut], data[cut:]
-            else:
-                self.in_parts = True
+        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
+        self.in_parts = self.in_parts or in_parts
         self._look(data)
         return data
 

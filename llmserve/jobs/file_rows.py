@@ -11,18 +11,10 @@ import msgspec
 from msgspec import Raw
 
 from llmserve.errors import ConfigError
+from llmserve.jobs.lines import read_line
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 SHOWN_MOST = 20  # bad lines that a message names
-
-
-class InputLine(msgspec.Struct, frozen=True):
-    """One request. body : the JSON for the endpoint `url`"""
-
-    custom_id: str
-    url: str
-    body: Raw
-    method: str = "POST"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -49,14 +41,8 @@ class _Result(msgspec.Struct):
     custom_id: str
 
 
-_LINE = msgspec.json.Decoder(InputLine)
 _LIMITS = msgspec.json.Decoder(Limits)
 _RESULT = msgspec.json.Decoder(_Result)
-
-
-def read_line(data: bytes) -> InputLine:
-    """Raises msgspec.MsgspecError when the line is no request."""
-    return _LINE.decode(data)
 
 
 def read_input(path: Path) -> list[Numbered]:

@@ -23,8 +23,8 @@ from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError, RequestError
 from llmserve.jobs.feeding import Feeder, Shapes, arranged
-from llmserve.jobs.file_rows import Numbered, answer_row, error_row, read_line, results_of
-from llmserve.jobs.lines import answer_tokens
+from llmserve.jobs.file_rows import Numbered, answer_row, error_row, results_of
+from llmserve.jobs.lines import answer_tokens, read_line
 from llmserve.request import Call
 
 JOB = "file"
