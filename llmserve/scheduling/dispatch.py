@@ -41,7 +41,7 @@ class Dispatch:
         self.order = order
         self._order_of = order_of
         self.moment = isinstance(order, MomentOrder)
-        self.forming = Forming(batch_size, early_drain=not self.moment)
+        self.forming = Forming(batch_size)
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
 

@@ -145,20 +145,18 @@ class Forming:
 
     batch_size  largest batch
     draining    whether arrivals have ended, so that bins wait for no further requests
-    early_drain  whether bins are emptied into formed batches when draining, although no engine is free
     """
 
-    def __init__(self, batch_size: int, *, early_drain: bool) -> None:
+    def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
         self.draining = False
-        self._early_drain = early_drain
         self._batch_ids = count(1)
 
     def size(self, queues: ModelQueues, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         """Number of requests that a bin releases now; see Release.size."""
         if not queue.requests:
             return 0
-        if self.draining and (self._early_drain or idle is not None):
+        if self.draining and (idle is not None or not queues.release.fills):
             return min(len(queue), self.batch_size)
         return queues.release.size(queue, now_s, idle)
 

@@ -133,7 +133,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainRequested(msgspec.Struct, frozen=True, tag=True):
-    """The server drains: bins release all their requests, and later arrivals are refused."""
+    """The server drains: bins wait for no further requests, and later arrivals are refused."""
 
 
 class TimerFired(msgspec.Struct, frozen=True, tag=True):

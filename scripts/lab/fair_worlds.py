@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, count
+from typing import Literal
 from unittest.mock import patch
 
 import msgspec
@@ -32,6 +33,7 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
+Charged = Literal["forecast", "length", "generated"]
 SLOTS = (2, 4, 8)
 STEP_S, TICK_S = 0.01, 0.05  # of a token on a slot; between two charges of tokens as they are generated
 
@@ -91,6 +93,10 @@ class Clients:
         self._asked[request.id] = ask, self.now_s
         self._step(RequestArrived(request))
         return request.id
+
+    def real_cost(self, queued: QueuedRequest) -> float:
+        """What a request will cost by the real length of its answer, weighted tokens."""
+        return cost(queued.request.prompt_tokens, self._asked[queued.request.id][0].tokens)
 
     def run(self, until_s: float) -> None:
         while True:
@@ -172,6 +178,10 @@ def drawn(rng: random.Random, slots: Sequence[int] = SLOTS) -> tuple[SchedulingC
     return config.resolved(barrier=barrier), infos, shares
 
 
+def prompt_cost(queued: QueuedRequest) -> float:
+    return cost(queued.request.prompt_tokens, 0.0)
+
+
 def charge_generated(scheduler: Scheduler, now_s: float) -> None:
     """Charge the tokens that running requests have generated since the last time."""
     for queued in scheduler.requests.values():
@@ -212,12 +222,13 @@ def gaps(
     *,
     slots: Sequence[int] = SLOTS,
     forecast: str | None = None,
-    as_generated: bool = False,
+    charged: Charged = "forecast",
 ) -> Iterator[tuple[float, float]]:
     """(gap, VTC's bound) of each pair of shares in one random world.
 
     forecast : "exact", "noisy", "none" or "one" (a client claims 1 token); None: drawn
-    as_generated : charge tokens of answers as they are generated, as VTC does without forecasts
+    charged : when a request starts, its forecast or, as no forecast can do better, its real length; or the tokens of
+    its answer as they are generated, as VTC does without forecasts
     """
     rng = random.Random(seed)
     config, infos, shares = drawn(rng, slots)
@@ -244,13 +255,14 @@ def gaps(
     for client in shares:
         for _ in range(client.in_flight):
             ask(client)
-    if as_generated:
-        with patch.object(QueuedRequest, "cost", property(lambda queued: cost(queued.request.prompt_tokens, 0.0))):
+    if charged == "forecast":
+        world.run(seconds)
+    else:
+        with patch.object(QueuedRequest, "cost", property(world.real_cost if charged == "length" else prompt_cost)):
             while world.now_s < seconds:
                 world.run(world.now_s + TICK_S)
-                charge_generated(scheduler, world.now_s)
-    else:
-        world.run(seconds)
+                if charged == "generated":
+                    charge_generated(scheduler, world.now_s)
     weights = {client.share: client.weight for client in shares}
     places = sum(info.slots for info in infos)
     for pair, gap in ledger.gaps.items():
