@@ -1,4 +1,4 @@
-"""Which neighbours by length form a batch that runs to its end, and where the batch is cut.
+"""Which neighbours by length form a batch that runs to its end, which go before them, and where the batch is cut.
 
     l_1 <= ... <= l_b   lengths of the batch's requests by their forecasts, tokens
     T_j     expected longest answer of the first j of them: the time of a batch of these j, tokens
@@ -21,6 +21,10 @@ times the median answer, z_n: mean of the longest of n standard normals (Blom's 
 grows as fast up to n = b, and is exact for known lengths:
 
     T_j = (l_1^p + ... + l_j^p)^(1/p),   p = max(1, ln b / (d z_b));   d = 0: p is infinite, T_j = l_j
+
+The use of a batch is the share of its slot-steps that give tokens, (l_1 + ... + l_b) / (b T_b). Where lengths are very
+skewed, the few long requests that wait do not fill a batch. So if other neighbours are of much more use, these go
+before, and more of the long ones gather: both batches run anyway, and the later one is of more use by then.
 """
 
 from __future__ import annotations
@@ -30,10 +34,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
 ANSWERS_LEAST = 32  # answers; with fewer, batches are not cut
 KEPT = 1.0 - 1.0 / 1024  # weight of an error after one more answer
 KEPT_AT_KNOT = 1.0 / 256  # weight that an answer takes from the earlier answers near its forecast
 BATCHES_KEPT = 1.0 - 1.0 / 64  # weight of a batch's time and arrivals after one more batch
+MUCH_MORE = 1.25  # times the use of the request's own batch, from which other neighbours go before
 DEVIATION_LEAST = 1e-9
 LOGARITHM_MAX = 300.0  # keeps lengths and their sums finite and above 0
 LN_2 = math.log(2.0)
@@ -87,20 +95,14 @@ class Meaning:
         """d, of predictions that were made before each answer."""
         return math.sqrt(self._errors / self._weight)
 
-    def lengths(self, forecasts: Sequence[float]) -> list[float]:
+    def lengths(self, forecasts: Sequence[float]) -> NDArray[np.float64]:
         """Corrected forecasts, in the same order, and never descending. forecasts : ascending, > 0"""
-        lines: dict[int, tuple[float, float]] = {}
-        lengths, longest = [], 0.0
-        for forecast in forecasts:
-            knot = _knot_below(forecast)
-            line = lines.get(knot)
-            if line is None:
-                line = lines[knot] = self._line(knot)
-            constant, slope = line
-            logarithm = constant + slope * math.log(forecast)
-            longest = max(longest, math.exp(min(LOGARITHM_MAX, max(-LOGARITHM_MAX, logarithm))))
-            lengths.append(longest)
-        return lengths
+        values = np.array(forecasts)
+        knots = np.frexp(values)[1] - 1
+        lines = {knot: self._line(knot) for knot in set(knots.tolist())}
+        constants, slopes = np.array([lines[knot] for knot in knots.tolist()]).T
+        logarithms = np.clip(constants + slopes * np.log(values), -LOGARITHM_MAX, LOGARITHM_MAX)
+        return np.maximum.accumulate(np.exp(logarithms))
 
     def _line(self, knot: int) -> tuple[float, float]:
         """Constant and slope of the logarithm of corrected forecasts between a knot and the next."""
@@ -119,10 +121,10 @@ def _knot_below(forecast: float) -> int:
 
 
 class Cutting:
-    """Cuts the batches of one queue, by what its arrivals and answers have shown.
+    """Chooses and cuts the batches of one queue, by what its arrivals and answers have shown.
 
-    A cut may leave out the request whose turn it is. Such batches take no more time, one after the other, than that
-    request's own batch: no request waits for ever, nor much longer than without cuts.
+    A batch may leave out the request whose turn it is. Such batches take no more time, one after the other, than that
+    request's own batch: no request waits for ever, nor much longer than without them.
     """
 
     def __init__(self) -> None:
@@ -138,6 +140,28 @@ class Cutting:
         """Learn from an answer. Without a forecast (0), or without a token, nothing is learnt."""
         if forecast > 0.0 and output_tokens > 0.0:
             self._meaning.observe(forecast, output_tokens)
+
+    def before(self, forecasts: Sequence[float], start: int, count: int, request_id: int) -> int | None:
+        """Start of the `count` neighbours that go before those at `start`, which hold the request whose turn it is.
+
+        forecasts : lengths of all from whom to choose, ascending.  None: no others are of so much more use
+        """
+        if self._meaning.answers < ANSWERS_LEAST or forecasts[0] <= 0.0:
+            return None
+        lengths, power = self._meaning.lengths(forecasts), self._power(count)
+        longest, sums = lengths[count - 1 :], np.concatenate(([0.0], np.cumsum(lengths)))
+        times = longest
+        if power < math.inf:
+            powers = np.concatenate(([0.0], np.cumsum((lengths / lengths[-1]) ** power)))
+            times = np.maximum(longest, lengths[-1] * (powers[count:] - powers[:-count]) ** (1.0 / power))
+        passed = self._passed if request_id == self._next else 0.0
+        uses = np.where(passed + times <= times[start], (sums[count:] - sums[:-count]) / times, 0.0)
+        best = int(np.argmax(uses))
+        if uses[best] <= MUCH_MORE * (sums[start + count] - sums[start]) / times[start]:
+            return None
+        self._next, self._passed = request_id, passed + float(times[best])
+        self._ran(float(times[best]))
+        return best
 
     def size(self, forecasts: Sequence[float], waiting: int, engines: int, place: int, request_id: int) -> int:
         """How many of a batch's requests run now, the shortest; at least one.
@@ -158,16 +182,24 @@ class Cutting:
                     best, count = gain, size
         if count <= place:
             self._next, self._passed = request_id, passed + times[count - 1]
-        self._arrivals *= BATCHES_KEPT
-        self._tokens = BATCHES_KEPT * self._tokens + times[count - 1]
+        self._ran(times[count - 1])
         return count
+
+    def _ran(self, tokens: float) -> None:
+        """Count a batch. tokens : its time"""
+        self._arrivals *= BATCHES_KEPT
+        self._tokens = BATCHES_KEPT * self._tokens + tokens
+
+    def _power(self, count: int) -> float:
+        """p, of batches of `count`."""
+        scale = self._meaning.deviation * _longest_normal(count)
+        return max(1.0, math.log(count) / scale) if scale > DEVIATION_LEAST else math.inf
 
     def _longest(self, forecasts: Sequence[float]) -> list[float]:
         """T_1, ..., T_b."""
-        scale = self._meaning.deviation * _longest_normal(len(forecasts))
-        power = max(1.0, math.log(len(forecasts)) / scale) if scale > DEVIATION_LEAST else math.inf
+        power = self._power(len(forecasts))
         root, longest, times = 1.0 / power, 0.0, []
-        for length in self._meaning.lengths(forecasts):
+        for length in self._meaning.lengths(forecasts).tolist():
             # (T^p + l^p)^(1/p), without the overflow of large powers; T <= l if p is infinite
             longest = length * (1.0 + (longest / length) ** power) ** root
             times.append(longest)

@@ -17,14 +17,16 @@ class WindowQueue(BinQueue):
 
     The window holds the first `window` waiting requests by turn. Among all runs of b neighbours by length that hold the
     request whose turn is next, the run of least waste is taken: b times the longest length, less the sum of the
-    lengths. Of this run only the shortest requests are taken if that makes the mean latency shorter (bins/cutting.py).
-    So with turns by arrival, no request in the window is passed over by more than `window` whole runs, and usually by
-    about `window` / b, and before each of them by cuts that take no longer than that run. With other turns, requests of
-    earlier turns also come first, as in any queue. Where several shares wait, the window is dealt between them, and the
-    next request is of the share that has been served least.
+    lengths. Another run goes before if it is of much more use, and of the run only the shortest requests are taken if
+    that makes the mean latency shorter (bins/cutting.py). So with turns by arrival, no request in the window is passed
+    over by more than `window` whole runs, and usually by about `window` / b, and before each of them by others that
+    take no longer than that run. With other turns, requests of earlier turns also come first, as in any queue. Where
+    several shares wait, the window is dealt between them, and the next request is of the share that has been served
+    least.
 
     turn : the order's key of a request; the request of the smallest key is next.
-    Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
+    Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b of at least 2 b,
+    O(window) more.
     """
 
     def __init__(self, index: int, window: int, turn: Callable[[QueuedRequest], float]) -> None:
@@ -120,7 +122,13 @@ class WindowQueue(BinQueue):
         lengths = [length for length, _ in row[start:end]]
         skipped = least_waste(lengths, count)
         start, lengths = start + skipped, lengths[skipped : skipped + count]
-        count = self._cutting.size(lengths, len(self.requests), self.engines, place - start, first.request.id)
+        before = None
+        if len(row) >= 2 * count:
+            before = self._cutting.before([length for length, _ in row], start, count, first.request.id)
+        if before is not None:
+            start = before
+        else:
+            count = self._cutting.size(lengths, len(self.requests), self.engines, place - start, first.request.id)
         requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
         for queued in requests:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Where windows lose: to one bin, to eight bins, or to the windows of an earlier version; on files of answer lengths
-and on skewed lengths.
+"""Where windows lose: to one bin, to eight bins, or to windows that take whole batches in turn; on files of answer
+lengths and on skewed lengths.
 
     python scripts/lab/benchmark_windows.py --lengths chat=trace.csv.gz:output_tokens --laws 6 --jobs 2 \\
-        --before before.json --output docs/results/windows.json
+        --output docs/results/windows.json
 
 The script simulates one engine that runs batches to their end, with the real scheduler, as benchmark_bins.py does: one
 half of the lengths gives the first edges, the other half is served. Lengths are known ("oracle"), or predicted roughly
@@ -19,25 +19,28 @@ cases, each with the 95 % interval of its mean ratio over the seeds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from unittest.mock import patch
 
 import numpy as np
 from bench.arguments import numbers, parser_of, whole
 from bench.rows import Case, Row, group, save_rows, values
 from bench.tables import markdown
-from benchmark_bins import CASE, load, serve
+from benchmark_bins import CASE, Lengths, load, serve
 from benchmark_orders import interval, read
 
+from bins import cutting
 from llmserve.errors import ConfigError
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.workload import draw_lengths
 
-WINDOW, BEFORE = "window of 32 batches", "window, before"
-OTHERS = ("1 bin", "8 bins, mass")
+WINDOW, WHOLE = "window of 32 batches", "window, whole batches in turn"
+OTHERS = ("1 bin", "8 bins, mass", WHOLE)
 PREDICTIONS = ("oracle", "quantiles:0.7")
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.2)
 MOST = 1.05  # ratio to the best above which a case counts as lost
@@ -53,7 +56,6 @@ def main() -> None:
     )
     parser.add_argument("--laws", type=whole(0), default=0, help="number of drawn laws of lengths")
     parser.add_argument("--first-law", type=whole(0), default=0)
-    parser.add_argument("--before", type=Path, metavar="FILE", help="--output of the same cases by an earlier version")
     parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output and run nothing")
     parser.add_argument("--batch-sizes", type=numbers, default=(8, 32, 128), metavar="B,B,...")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
@@ -68,11 +70,10 @@ def main() -> None:
         parser.error("--lengths, --laws or --results is needed")
     try:
         rows = load(args.results) if args.results else measure(args)
-        before = [row for row in load(args.before) if row["policy"] == WINDOW] if args.before else []
     except ConfigError as error:
         parser.error(str(error))
     save_rows(args.output, rows)
-    print("\n\n".join(tables([*rows, *[Row({**row.case, "policy": BEFORE}, row.numbers) for row in before]])))
+    print("\n\n".join(tables(rows)))
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -83,10 +84,17 @@ def measure(args: argparse.Namespace) -> list[Row]:
     cases = list(cases_of(args, list(lengths)))
     outcomes: dict[int, Row] = {}
     with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(serve, lengths, batches=args.batches), cases, args.jobs):
+        for index, row in in_processes(partial(served, lengths, args.batches), cases, args.jobs):
             outcomes[index] = row
             progress.ended()
     return [outcomes[index] for index in range(len(cases))]
+
+
+def served(lengths: Mapping[str, Lengths], batches: int, case: Case) -> Row:
+    if case["policy"] != WHOLE:
+        return serve(lengths, case, batches)
+    with patch.object(cutting, "ANSWERS_LEAST", math.inf):  # so that windows never learn what forecasts mean
+        return Row(case, serve(lengths, {**case, "policy": WINDOW}, batches).numbers)
 
 
 def law_of(number: int) -> str:

@@ -130,6 +130,45 @@ def test_another_request_begins_anew() -> None:
     assert sizes == [30, 31, 30, 31]
 
 
+# ---- other neighbours that go before ----
+
+
+def test_neighbours_of_much_more_use_go_before_a_batch_that_is_not_full_of_its_like() -> None:
+    forecasts = [10.0] * 13 + [1000.0] * 3
+    assert observed().before(forecasts, start=8, count=8, request_id=1) in range(6)
+    assert observed().before([10.0] * 8 + [1000.0] * 8, start=8, count=8, request_id=1) is None
+
+
+def test_others_go_before_for_no_longer_than_the_own_batch_takes() -> None:
+    cutting, forecasts, passed = observed(), [90.0] * 29 + [1000.0] * 3, 0.0
+    while cutting.before(forecasts, start=24, count=8, request_id=1) is not None:
+        passed += 90.0
+    assert passed == 990.0
+    assert cutting.before(forecasts, start=24, count=8, request_id=2) is not None
+
+
+def test_nothing_goes_before_until_answers_have_shown_what_forecasts_mean() -> None:
+    forecasts = [10.0] * 13 + [1000.0] * 3
+    assert observed(answers=31).before(forecasts, start=8, count=8, request_id=1) is None
+    assert observed().before([0.0] * 16, start=8, count=8, request_id=1) is None
+
+
+@given(st.lists(st.floats(1.0, 2000.0), min_size=4, max_size=12), st.integers(2, 4), st.integers(0, 11))
+def test_of_all_neighbours_in_time_those_of_most_use_go_before(lengths: list[float], count: int, start: int) -> None:
+    lengths, start = sorted(lengths), min(start, len(lengths) - count)
+
+    def use(at: int) -> float:
+        return sum(lengths[at : at + count]) / (count * lengths[at + count - 1])
+
+    best = max(
+        use(at) for at in range(len(lengths) - count + 1) if lengths[at + count - 1] <= lengths[start + count - 1]
+    )
+    before = observed().before(lengths, start, count, request_id=1)
+    if abs(best / use(start) - 1.25) > 1e-5:
+        assert (before is not None) == (best > 1.25 * use(start))
+    assert before is None or use(before) == pytest.approx(best)
+
+
 # ---- neighbours ----
 
 

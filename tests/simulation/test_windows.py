@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,6 +45,19 @@ def test_sorting_and_cutting_agrees_with_theory() -> None:
     one_bin = batch_time_window(drawn(), 8, 8, np.random.default_rng(4))
     assert one_bin / batch_time_window(drawn(), 256, 8, np.random.default_rng(4)) == pytest.approx(2.28, rel=0.03)
     assert one_bin / batch_time_window(drawn(), 800, 8, np.random.default_rng(4)) == pytest.approx(2.40, rel=0.03)
+
+
+@pytest.mark.parametrize("predictions", ["oracle", "quantiles:0.7"])
+def test_windows_serve_more_than_bins_by_answers_where_few_answers_are_long(predictions: str) -> None:
+    """Nearly all batches would hold a long answer: windows gather these while short ones go before."""
+    lengths = "97*uniform:8,16+3*lognormal:6,1,4000"
+    scenario = msgspec.structs.replace(SCENARIO, lengths=lengths, predictions=predictions)
+
+    def served_per_s(**values: object) -> float:
+        config = SchedulingConfig(batch_size=64, queue_requests_max=10**6, **values)
+        return simulate(scenario, config).throughput_per_s
+
+    assert served_per_s(release="window") > 1.05 * served_per_s(release="greedy", bins=8, edges_by="answers")
 
 
 # ---- windows that are cut, under Poisson arrivals ----
