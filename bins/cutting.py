@@ -99,9 +99,9 @@ class Meaning:
         """Corrected forecasts, in the same order, and never descending. forecasts : ascending, > 0"""
         values = np.array(forecasts)
         knots = np.frexp(values)[1] - 1
-        lines = {knot: self._line(knot) for knot in set(knots.tolist())}
-        constants, slopes = np.array([lines[knot] for knot in knots.tolist()]).T
-        logarithms = np.clip(constants + slopes * np.log(values), -LOGARITHM_MAX, LOGARITHM_MAX)
+        least = int(knots[0])
+        lines = np.array([self._line(knot) for knot in range(least, int(knots[-1]) + 1)])[knots - least]
+        logarithms = np.clip(lines[:, 0] + lines[:, 1] * np.log(values), -LOGARITHM_MAX, LOGARITHM_MAX)
         return np.maximum.accumulate(np.exp(logarithms))
 
     def _line(self, knot: int) -> tuple[float, float]:
