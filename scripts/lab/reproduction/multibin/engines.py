@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from statistics import median
 
 import aiohttp
 import numpy as np
@@ -63,9 +64,9 @@ class Effort:
     rounds: int = 2
     answers: int = 20
     tokens_max: int = 480
-    repeats: int = 1
+    repeats: int = 3
     warm_up: int = 16
-    requests: int = 160
+    requests: int = 640
     passes: int = 1
     cost_rounds: int = 2
     cost_tokens: tuple[int, ...] = throughput.COST_TOKENS
@@ -94,6 +95,7 @@ class Effort:
             tokens=16,
             answers=6,
             tokens_max=120,
+            repeats=1,
             warm_up=BATCH,
             requests=16,
             cost_rounds=1,
@@ -206,9 +208,9 @@ def batching_rows(effort: Effort, batches: Iterable[Observation]) -> list[Row]:
 
 
 def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
-    """Fig. 5: the points, and the straight line through them."""
-    points = sorted((answer.tokens, answer.seconds) for answer in answers)
-    tokens, seconds = np.array(points).T
+    """Fig. 5: the median time of each length, and the straight line through them."""
+    tokens = np.array(sorted({answer.tokens for answer in answers}))
+    seconds = np.array([median([one.seconds for one in answers if one.tokens == length]) for length in tokens])
     slope_s, besides_s, share = straight_line(tokens, seconds)
     case = {"engine": engine}
     return [
