@@ -51,8 +51,8 @@ How to read the numbers:
 
 REASONS: Reasons = {
     LINEAR: {
-        IS_LINEAR: "Each length is timed three times, on a processor that other programs share: some answers take longer "
-        "than answers of more tokens.",
+        IS_LINEAR: "Each length is timed three times, on a processor that other programs share: some answers take "
+        "longer than answers of more tokens.",
     },
     ORACLE: {
         RISING: "With many bins and few requests, the last, partial batches of all bins limit the gain. The gains that "
