@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,6 +17,8 @@ from llmserve.engines.fake import FakeEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.serve import serving
 from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks another host
 
 # On a shared machine with two workers the duration of one example says little.
 hypothesis.settings.register_profile("shared machine", deadline=None)

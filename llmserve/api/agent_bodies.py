@@ -87,7 +87,7 @@ class _AgentBody(msgspec.Struct, kw_only=True):
 
 
 class Item(Counted):
-    """An item of the input: a message, a call of a tool, or its output."""
+    """An item of the input: a message, a call of a tool, or its output. input : of a tool that takes free text"""
 
     field = "input"
     most = TURNS_MAX
@@ -96,6 +96,7 @@ class Item(Counted):
     role: str = ""
     content: Raw = Raw()
     arguments: Raw = Raw()
+    input: Raw = Raw()
     output: Raw = Raw()
 
     @property
@@ -104,7 +105,8 @@ class Item(Counted):
             return self.role, text_of(self.content)
         if self.output:
             return "tool", text_of(self.output)
-        return "assistant", value_or_none(_STRING, self.arguments) or text_of(self.content)
+        asked = value_or_none(_STRING, self.arguments) or value_or_none(_STRING, self.input)
+        return "assistant", asked or text_of(self.content)
 
 
 _INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list[Item])
@@ -165,7 +167,7 @@ class AgentMessage(Counted):
             return [(self.role, value)]
         own, results = [], []
         for block in value:
-            if block.type == "tool_result":
+            if block.type in ("tool_result", "mcp_tool_result"):
                 results.append(text_of(block.content))
             else:
                 text = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)

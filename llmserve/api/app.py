@@ -108,7 +108,8 @@ class App:
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases, traces)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
-        page = PageEndpoints(Watch(cluster, meter), None if not keys.required else () if admin is None else (admin,))
+        watching = None if not keys.required else () if admin is None else (admin,)
+        page = PageEndpoints(Watch(cluster, meter), watching, batches.sums if batches is not None else None)
         state = StateEndpoints(cluster, metrics, seeing)
         admins = AdminEndpoints(cluster, admin, key_limits, reload)
         parts = (self._batches, ResponseEndpoints(cluster, keys), state, page)

@@ -21,6 +21,7 @@ from llmserve.api.authentication import Keys
 from llmserve.api.bodies import bad_request
 from llmserve.api.endpoints import BATCH_PATHS
 from llmserve.api.exchange import Exchange
+from llmserve.api.job_sums import JobSums
 from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ def _no_store() -> NotFound:
 
 
 class BatchEndpoints:
-    """Answers for the keys of clients; each key sees its own files and batches only."""
+    """Answers for the keys of clients; each key sees its own files and batches only. sums : of all keys' batches"""
 
     def __init__(self, jobs: JobService, keys: Keys) -> None:
+        self.sums = JobSums(jobs)
         self._jobs = jobs
         self._keys = keys
 

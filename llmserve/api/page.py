@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from llmserve.api.authentication import Keys
+from llmserve.api.job_sums import JobSums
 from llmserve.cluster.watch import Watch
 from llmserve.errors import NotFound, Unauthorized
 
@@ -37,10 +38,12 @@ class PageEndpoints:
     """The page's files are for everybody, the events for whoever has an admin key, if clients need keys.
 
     keys : one of these shows the events; None: everybody sees them; (): nobody does, as there is no admin key
+    jobs : None: the server has no place for batches
     """
 
-    def __init__(self, watch: Watch, keys: tuple[Keys, ...] | None) -> None:
+    def __init__(self, watch: Watch, keys: tuple[Keys, ...] | None, jobs: JobSums | None = None) -> None:
         self._watch = watch
+        self._jobs = jobs
         self._keys = keys
         self._watching = 0
         self._told = asyncio.Event()
@@ -94,9 +97,15 @@ class PageEndpoints:
 
     async def _tick(self) -> None:
         """Make one snapshot a second for all who watch, while somebody does."""
-        while self._watching:
-            self._last = b"data: %b\n\n" % msgspec.json.encode(self._watch.snapshot())
-            told, self._told = self._told, asyncio.Event()
-            told.set()
-            await asyncio.sleep(EVERY_S)
-        self._ticking, self._last = None, b""
+        following = asyncio.create_task(self._jobs.follow()) if self._jobs is not None else None
+        try:
+            while self._watching:
+                jobs = self._jobs.seen if self._jobs is not None else None
+                self._last = b"data: %b\n\n" % msgspec.json.encode(self._watch.snapshot(jobs))
+                told, self._told = self._told, asyncio.Event()
+                told.set()
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._ticking, self._last = None, b""
+            if following is not None:
+                following.cancel()

@@ -63,6 +63,20 @@ class RequestSeen(msgspec.Struct, frozen=True):
     tokens: float
 
 
+class JobsSeen(msgspec.Struct, frozen=True):
+    """Batch jobs, of all keys.
+
+    batches : by status, of all servers of the store; None: it did not answer
+    lines_waiting, lines_in_flight : of the batches that this server works on
+    tokens_waiting : forecast output tokens of the lines that wait
+    """
+
+    batches: dict[str, int] | None
+    lines_waiting: int
+    lines_in_flight: int
+    tokens_waiting: float
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """The state at now_s, and what has ended since the snapshot before.
 
@@ -74,6 +88,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     engines_in_all, running  how many there are; the lists may have fewer
     models, shares who waits, the most first
     requests       the ended ones first
+    jobs           None: the server has no place for batches
     """
 
     now_s: float
@@ -95,6 +110,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     models: list[Waiting]
     shares: list[Waiting]
     requests: list[RequestSeen]
+    jobs: JobsSeen | None
 
 
 class Meter(Protocol):
@@ -157,7 +173,7 @@ class Watch:
             seen = _seen(self._cluster, event.request_id, event.engine, event.output_tokens, now_s)
             self._requests += [] if seen is None else [seen]
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, jobs: JobsSeen | None = None) -> Snapshot:
         """The state now; counting begins anew. O(engines + models x shares)."""
         cluster, now_s = self._cluster, self._cluster.now_s()
         handles = [handle for _, handle in sorted(cluster.fleet.handles.items())]
@@ -188,6 +204,7 @@ class Watch:
             models=models,
             shares=shares,
             requests=[*self._requests, *running[:RUNNING_MAX]],
+            jobs=jobs,
         )
         self._clear()
         return snapshot

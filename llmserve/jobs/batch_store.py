@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 import msgspec
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, func, insert, select
 
 from llmserve.errors import BadRequest
 from llmserve.jobs.contract import ACTIVE, CANCELLABLE, BatchRow, NewBatch
@@ -65,6 +65,12 @@ class BatchStore:
         wanted = select(batches).where(batches.c.key == key)
         rows, more = await page(self._database, batches, wanted, key, after, limit, ascending=False)
         return [batch_row(row) for row in rows], more
+
+    async def counts(self) -> dict[str, int]:
+        """How many batches of all keys have each status."""
+        wanted = select(batches.c.status, func.count().label("number")).group_by(batches.c.status)
+        async with self._database.read() as connection:
+            return {row.status: row.number for row in await connection.execute(wanted)}
 
     async def cancel(self, key: str, batch_id: str, now_s: int) -> BatchRow:
         """Begin to cancel a batch. A batch that is cancelled, or about to be, stays as it is.

@@ -101,6 +101,11 @@ class Feeder:
         self._in_queue: dict[tuple[str, int], float] = {}  # lines that were handed over, with their tokens
         self._rate = _Rate()
 
+    @property
+    def tokens_waiting(self) -> float:
+        """Forecast length of all lines that have not entered the queue."""
+        return sum([max(0.0, job.waiting_tokens) for job in self._jobs.values()])
+
     # ---- jobs ----
 
     def __contains__(self, job_id: str) -> bool:

@@ -106,6 +106,10 @@ class LineFeed:
     def lines_in_flight(self) -> int:
         return sum([len(job.in_flight) for job in self._jobs.values()])
 
+    @property
+    def tokens_waiting(self) -> float:
+        return self._feeder.tokens_waiting
+
     async def open(self, job: Job) -> None:
         """Let the lines of a job start. May be called again."""
         if not job.open:

@@ -8,17 +8,21 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engines.lying import LyingEngine, http
 from front import Front, StartFront, until
+from npm_clients import from_npm
+from pydantic import SecretStr
+from tap import tapping
 
 from llmserve.api.keep_alive import comment_of, error_of_body
 from llmserve.cluster.places import Place
@@ -73,20 +77,56 @@ async def test_a_stream_that_waits_gets_its_place_and_then_its_answer_unharmed(s
     assert contents[0] == contents[1] == contents[2]
 
 
-async def test_the_official_client_reads_a_stream_with_comments_as_one_without(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0.02) as engine:
-        front = await start_front(engine, slots=1, **SOON)
+async def openai_pieces(url: str) -> list[Any]:
+    stream = await client(url).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5, stream=True)
+    return [chunk.choices[0].delta.content async for chunk in stream]
 
-        async def texts() -> list[str | None]:
-            stream = await client(front.url).chat.completions.create(
-                model="fake", messages=MESSAGES, max_tokens=5, stream=True
-            )
-            return [chunk.choices[0].delta.content async for chunk in stream]
 
-        async with busy(front, engine):
-            waited = await texts()
-        assert waited == await texts()
-        assert sum(map(bool, waited)) == 5
+async def anthropic_pieces(url: str) -> list[Any]:
+    claude = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
+    async with claude.messages.stream(model="fake", max_tokens=5, messages=MESSAGES) as stream:
+        return [piece async for piece in stream.text_stream]
+
+
+async def langchain_pieces(url: str) -> list[Any]:
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model="fake", base_url=f"{url}/v1", api_key=SecretStr("none"), max_retries=0, max_tokens=5)
+    return [chunk.content async for chunk in chat.astream("hello")]
+
+
+async def litellm_pieces(url: str) -> list[Any]:
+    import litellm
+
+    common: Any = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 5, "num_retries": 0}
+    stream = await litellm.acompletion(model="hosted_vllm/fake", messages=MESSAGES, stream=True, **common)
+    return [chunk.choices[0].delta.content async for chunk in stream]
+
+
+async def npm_pieces(url: str) -> list[Any]:
+    """OpenAI's client and the AI SDK, one stream after the other."""
+    values = await from_npm("streams", url, "fake")
+    assert len(values) == 4
+    return [piece for pieces in values for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "streams"),
+    [(openai_pieces, 1), (anthropic_pieces, 1), (langchain_pieces, 1), (litellm_pieces, 1), (npm_pieces, 4)],
+)
+async def test_clients_read_streams_with_comments_as_those_without(
+    start_front: StartFront, pieces: Callable[[str], Awaitable[list[Any]]], streams: int
+) -> None:
+    """The engine computes for so long that each stream gets comments first. The tap counts them."""
+    async with FakeEngine(step_s=0.0, prefill_s=0.4) as engine, AsyncExitStack() as stack:
+        told = []
+        for keep_alive_s in (0.1, 0.0):
+            front = await start_front(engine, live=LiveConfig(probe_every_s=0.05, keep_alive_s=keep_alive_s))
+            tap = await stack.enter_async_context(tapping(lambda _, url=front.url: url))
+            told.append(await pieces(tap.url))
+            assert [bool(comments(answer.raw)) for answer in tap.answers] == [keep_alive_s > 0] * streams
+    assert told[0] == told[1]
+    assert [piece for piece in told[0] if piece] == ["tok "] * 5 * streams
 
 
 async def test_a_quick_refusal_keeps_its_status(start_front: StartFront) -> None:

@@ -6,14 +6,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from batch_client import at, client_of, create, jsonl, request
 from front import Front, StartFront, until
+from sqlalchemy.exc import SQLAlchemyError
 
+from llmserve.api.job_sums import JobSums
 from llmserve.api.page import FILES
+from llmserve.cluster.watch import JobsSeen
 from llmserve.engines.fake import FakeEngine
+from llmserve.jobs.service import JobService
 from llmserve.settings import ServerConfig
 
 
@@ -80,6 +86,67 @@ async def test_nothing_is_counted_while_nobody_watches(start_front: StartFront) 
             assert response.status == 200
         async with await events(front) as again:
             assert (await anext(snapshots(again)))["arrived"] == 0
+
+
+async def test_batch_jobs_of_all_keys_are_summed(start_front: StartFront, tmp_path: Path) -> None:
+    for name, text in (("keys", "alice: sk-alice\nbob: sk-bob\n"), ("admin", "sk-admin\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    async with FakeEngine(step_s=0.01, slots=1) as engine:
+        server = ServerConfig(
+            port=0,
+            api_key_file=str(tmp_path / "keys"),
+            admin_key_file=str(tmp_path / "admin"),
+            state=str(tmp_path / "state"),
+        )
+        front = await start_front(engine, slots=1, server=server)
+        lines = jsonl([request(number, max_tokens=100) for number in range(400)])
+        for key in ("sk-alice", "sk-bob"):
+            client = client_of(front.url, key)
+            await at(client, await create(client, lines), "in_progress")
+        async with await events(front, "sk-admin") as response:
+            seen = snapshots(response)
+            jobs = (await anext(seen))["jobs"]
+            while jobs["batches"] is None or jobs["lines_in_flight"] == 0:  # the store has not answered, nothing begun
+                jobs = (await anext(seen))["jobs"]
+    assert jobs["batches"] == {"in_progress": 2}
+    in_flight = jobs["lines_in_flight"]
+    assert 0 < in_flight < 800
+    assert 800 - 100 < in_flight + jobs["lines_waiting"] <= 800
+    assert jobs["tokens_waiting"] > jobs["lines_waiting"]
+
+
+async def test_a_store_that_does_not_answer_is_told_until_it_does() -> None:
+    class Store:
+        """Answers from its second question on."""
+
+        asked = 0
+
+        async def counts(self) -> dict[str, int]:
+            self.asked += 1
+            if self.asked != 2:
+                raise SQLAlchemyError("the database is away")
+            return {"failed": 3}
+
+    store = Store()
+    feed = SimpleNamespace(lines_waiting=4, lines_in_flight=2, tokens_waiting=40.0)
+    sums = JobSums(cast(JobService, SimpleNamespace(batches=store, runner=SimpleNamespace(feed=feed))), every_s=0.01)
+    following = asyncio.create_task(sums.follow())
+    seen: list[dict[str, int] | None] = []
+    while store.asked < 4:
+        if not seen or sums.seen.batches != seen[-1]:
+            seen.append(sums.seen.batches)
+        await asyncio.sleep(0)
+    following.cancel()
+    assert seen == [None, {"failed": 3}, None]
+    assert sums.seen == JobsSeen(None, 4, 2, 40.0)
+
+
+async def test_a_server_without_a_store_shows_no_jobs(start_front: StartFront) -> None:
+    async with FakeEngine() as engine:
+        front = await start_front(engine)
+        async with await events(front) as response:
+            assert (await anext(snapshots(response)))["jobs"] is None
 
 
 @pytest.mark.parametrize("admin", [True, False])

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from batch_client import client_of, create, ended, jsonl, request
 from front import StartFront
 from playwright.async_api import Browser, Page, async_playwright, expect
 
@@ -120,6 +121,23 @@ async def test_with_keys_the_page_asks_for_the_admin_key(
         await page.locator("#api-key").fill("sk-alice")
         await page.keyboard.press("Tab")
         await expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+
+
+async def test_batch_jobs_are_summed_by_status(start_front: StartFront, browser: Browser, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0.05, slots=1) as engine:
+        front = await start_front(engine, slots=1, server=ServerConfig(port=0, state=str(tmp_path)))
+        page, _, troubles = await opened(browser, front.url)
+        await expect(page.locator("#jobs")).to_contain_text("no batches", timeout=WAIT_MS)
+        client = client_of(front.url)
+        long = await create(client, jsonl([request(number, max_tokens=100) for number in range(400)]))
+        await expect(page.locator("#jobs tr")).to_have_text(["in progress1"], timeout=WAIT_MS)
+        await expect(page.locator("#jobs-note")).to_contain_text("lines wait, about", timeout=WAIT_MS)
+        await client.batches.cancel(long.id)
+        done = await ended(client, await create(client, jsonl([request(0)])))
+        assert done.status == "completed"
+        await expect(page.locator("#jobs tr")).to_have_text(["completed1", "cancelled1"], timeout=WAIT_MS)
+        await expect(page.locator("#jobs-note")).to_contain_text("0 lines wait", timeout=WAIT_MS)
+        assert troubles == []
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

@@ -29,7 +29,7 @@ TOOL = {
     "function": {
         "name": "lookup",
         "description": "looks a number up",
-        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        "parameters": {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"]},
     },
 }
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from front import Front, StartFront
@@ -15,8 +14,6 @@ pytestmark = pytest.mark.vllm
 
 MODEL = "llmserve-demo"
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
-ANSWER = "3, 4, 5, 6, 7, 8, 9"
-TOOL: Any = {"name": "lookup", "description": "looks up", "input_schema": {"type": "object", "properties": {}}}
 BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Count from 3 to 9."},
     "/detokenize": {"tokens": [5, 6, 7]},
@@ -56,25 +53,6 @@ def joined(stream: bytes) -> bytes:
     return json.dumps(
         [text, [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]]
     ).encode()
-
-
-async def test_the_official_clients_get_what_they_get_directly(start_front: StartFront, vllm_url: str) -> None:
-    front, exact = await start_front(vllm_url, slots=4), {"temperature": 0}
-    for url in (front.url, vllm_url):
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        response = await client.responses.create(model=MODEL, input="Count from 3 to 9.", temperature=0)
-        assert response.output_text.strip() == ANSWER
-        stream = await client.responses.create(model=MODEL, input="Count from 3 to 9.", temperature=0, stream=True)
-        assert [event.type async for event in stream][-1] == "response.completed"
-        claude = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
-        message = await claude.messages.create(
-            model=MODEL, max_tokens=40, messages=COUNT, tools=[TOOL], extra_body=exact
-        )
-        assert message.usage.output_tokens > 0
-        async with claude.messages.stream(model=MODEL, max_tokens=40, messages=COUNT, extra_body=exact) as events:
-            assert (await events.get_final_text()).strip() == ANSWER
-        counted = await claude.messages.count_tokens(model=MODEL, messages=COUNT)
-        assert counted.input_tokens > 0
 
 
 async def test_a_response_goes_on_from_an_earlier_one(start_front: StartFront, vllm_url: str) -> None:

@@ -78,8 +78,8 @@ export function dots(canvas, points) {
   for (let value = 1; value <= most; value *= 10) {
     context.textAlign = "right";
     context.fillText(shown(value), LEFT - 6, y(value));
-    context.textAlign = "center";
-    if (value > 1) context.fillText(shown(value), x(value), height - 7);
+    context.textAlign = value < most ? "center" : "right"; // the last one within the canvas
+    if (value > 1) context.fillText(shown(value), x(value) + (value < most ? 0 : RIGHT), height - 7);
   }
   context.beginPath();
   context.moveTo(x(1), y(1));

@@ -84,6 +84,7 @@ function show(now) {
   forget(now);
   tiles(now, passed);
   tables(now);
+  jobs(now);
   draw(now);
   const up = now.engines.filter((engine) => engine.state === "ready").length;
   const count = now.engines_in_all > now.engines.length ? `${now.engines_in_all} engines` : `${up} of ${now.engines.length} engines ready`;
@@ -165,6 +166,22 @@ function tables(now) {
     const lines = waiting.map((entry) => element("tr", element("td", entry.name || nobody), number(entry.requests)));
     $(id).tBodies[0].replaceChildren(...(lines.length ? lines : [element("tr", element("td", "nobody"))]));
   }
+}
+
+const STATUSES = ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"];
+
+function jobs(now) {
+  $("jobs-panel").hidden = !now.jobs;
+  if (!now.jobs) return;
+  const { batches, lines_waiting, lines_in_flight, tokens_waiting } = now.jobs;
+  const known = STATUSES.filter((status) => batches?.[status]);
+  const rows = known.map((status) => element("tr", element("td", status.replace("_", " ")), number(batches[status])));
+  const none = element("tr", element("td", batches ? "no batches" : "the store does not answer"));
+  if (!batches) none.className = "bad";
+  $("jobs").tBodies[0].replaceChildren(...(rows.length ? rows : [none]));
+  const lines = `${lines_waiting.toLocaleString("en")} lines wait`;
+  const tokens = `about ${Math.round(tokens_waiting).toLocaleString("en")} tokens`;
+  $("jobs-note").textContent = `${lines}, ${tokens}; ${lines_in_flight.toLocaleString("en")} in the queue or running`;
 }
 
 function draw(now) {

@@ -1,0 +1,107 @@
+"""Takes the picture of the page in the guide: a run of the demo model, with its own answers and the demo predictor.
+
+    python scripts/lab/page_picture.py --output docs/guide/page.png
+
+Clients ask questions of the model's training distribution, at random times, and a batch job has more of them. Then
+somebody chats on the page, in Debian's chromium.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+from bench.arguments import parser_of
+from bench.progress import log
+from bench.servers import front_end
+
+from llmserve.engines.embedded import demo_corpus
+
+MODEL = "llmserve-demo"
+WIDTH, HEIGHT = 1180, 1500
+SEED = 1
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": True}
+    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        await response.read()
+
+
+async def load(url: str, rate_per_s: float) -> None:
+    """Ask at random times until the task is cancelled."""
+    rng = np.random.default_rng(SEED)
+    prompts = demo_corpus.prompts(10_000, SEED)
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as asking:
+        for prompt in prompts:
+            asking.create_task(ask(session, url, prompt))
+            await asyncio.sleep(rng.exponential(1.0 / rate_per_s))
+
+
+async def add_batch(url: str, lines: int) -> None:
+    """Make a batch job of this many questions."""
+    requests = [
+        {
+            "custom_id": f"question-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": MODEL, "messages": [{"role": "user", "content": prompt}]},
+        }
+        for number, prompt in enumerate(demo_corpus.prompts(lines, SEED + 1))
+    ]
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"\n".join(map(msgspec.json.encode, requests)), filename="questions.jsonl")
+    async with aiohttp.ClientSession(raise_for_status=True) as session:
+        file = await (await session.post(f"{url}/v1/files", data=form)).json()
+        made = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        await session.post(f"{url}/v1/batches", json=made)
+
+
+async def take(url: str, executable: str, seconds: float, output: Path) -> None:
+    """Open the page, wait, chat, and take the picture."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        await page.goto(url)
+        await page.locator("#live").wait_for(state="visible")
+        await asyncio.sleep(seconds)
+        await page.locator("#prompt").fill("Count from 1 to 20.")
+        await page.locator("#send").click()
+        await page.get_by_text("whole answer after").wait_for(timeout=60_000)
+        await page.screenshot(path=output, full_page=True)
+        await browser.close()
+
+
+async def run(rate_per_s: float, lines: int, seconds: float, executable: str, output: Path) -> None:
+    with tempfile.TemporaryDirectory() as state:
+        async with front_end("with the demo model", "--state", state) as server:
+            log(f"the page is at {server.url}")
+            loading = asyncio.create_task(load(server.url, rate_per_s))
+            await add_batch(server.url, lines)
+            await take(server.url, executable, seconds, output)
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--rate-per-s", type=float, default=2.0, help="of questions, besides the batch job")
+    parser.add_argument("--lines", type=int, default=300, help="of the batch job")
+    parser.add_argument("--seconds", type=float, default=100.0, help="for which the page is open before the chat")
+    parser.add_argument("--browser", default=shutil.which("chromium"), help="the executable")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    args = parser.parse_args()
+    asyncio.run(run(args.rate_per_s, args.lines, args.seconds, args.browser, args.output))
+
+
+if __name__ == "__main__":
+    main()
