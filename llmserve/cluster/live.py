@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from msgspec.structs import replace
-
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.cluster.alarm import Alarm
@@ -263,8 +261,6 @@ class LiveCluster:
         for request in action.batch.requests:
             in_flight = self._in_flight[request.id]
             in_flight.request = request  # with its last forecast
-            if in_flight.call.background:
-                in_flight.call = line_now(in_flight.call, request, now_s)
             self._calls.start(handle, in_flight, action.batch, now_s)
 
     def _preempt(self, action: PreemptBatch) -> None:
@@ -373,12 +369,6 @@ def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlig
             listener(in_flight)
         except Exception:  # a failing listener must not stop serving
             log.exception("a listener of ended calls failed")
-
-
-def line_now(call: Call, request: Request, now_s: float) -> Call:
-    """A line of a job as it starts: what is left of its window, and whether it counts as an online request by now."""
-    slo_s = None if request.deadline_s is None else request.deadline_s - now_s
-    return replace(call, slo_s=slo_s, background=request.background)
 
 
 def request_of(

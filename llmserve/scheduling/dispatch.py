@@ -36,12 +36,17 @@ class Dispatch:
     """
 
     def __init__(
-        self, order: Order, batch_size: int, order_of: Callable[[Mapping[str, str | float]], Order] | None = None
+        self,
+        order: Order,
+        batch_size: int,
+        order_of: Callable[[Mapping[str, str | float]], Order] | None = None,
+        *,
+        line_stops: float = 0.0,
     ) -> None:
         self.order = order
         self._order_of = order_of
         self.moment = isinstance(order, MomentOrder)
-        self.forming = Forming(batch_size, early_drain=not self.moment)
+        self.forming = Forming(batch_size, early_drain=not self.moment, line_stops=line_stops)
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
 

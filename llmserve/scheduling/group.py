@@ -145,11 +145,12 @@ class Forming:
 
     batch_size  largest batch
     draining    whether arrivals have ended, so that bins wait for no further requests
+    line_stops  share of online requests that may stop a line of a job
     early_drain  whether bins are emptied into formed batches when draining, although no engine is free
     """
 
-    def __init__(self, batch_size: int, *, early_drain: bool) -> None:
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, *, early_drain: bool, line_stops: float) -> None:
+        self.batch_size, self.line_stops = batch_size, line_stops
         self.draining = False
         self._early_drain = early_drain
         self._batch_ids = count(1)

@@ -11,7 +11,7 @@ import pytest
 from batch_client import client_of, create, ended, jsonl, request
 from front import Front, StartFront, until
 
-from llmserve.cluster.live import line_now
+from llmserve.cluster.calls import line_now
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.request import Call, Request
