@@ -15,7 +15,10 @@ from llmserve.request import Call
 
 
 class Asker(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a Call that its body does not have. slo_s : seconds after the request's arrival at the group."""
+    """The fields of a Call that its body does not have.
+
+    slo_s : seconds after the request's arrival at the group.  background, after_tokens : of a line of a job
+    """
 
     key: str = ""
     share: str = ""
@@ -24,6 +27,8 @@ class Asker(msgspec.Struct, frozen=True, omit_defaults=True):
     slo_s: float | None = None
     predicted_tokens: float | None = None
     receipt: bool = False
+    background: bool = False
+    after_tokens: float = 0.0
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -33,7 +38,8 @@ _DECODER = msgspec.json.Decoder(Asker)
 def header_of(call: Call) -> bytes:
     """The line of the header for a call that a door passes on."""
     asker = Asker(
-        call.prompt.sender, call.share, call.weight, call.stream_name, call.slo_s, call.predicted_tokens, call.receipt
+        *(call.prompt.sender, call.share, call.weight, call.stream_name, call.slo_s, call.predicted_tokens),
+        *(call.receipt, call.background, call.after_tokens),
     )
     return b"%b: %b\r\n" % (ASKER_HEADER.encode(), _ENCODER.encode(asker))
 
@@ -58,4 +64,6 @@ def as_asked(call: Call, header: str | None) -> Call:
         slo_s=asker.slo_s,
         predicted_tokens=asker.predicted_tokens,
         receipt=asker.receipt,
+        background=asker.background,
+        after_tokens=asker.after_tokens,
     )

@@ -61,6 +61,23 @@ ANSWERS_LEAST = 512  # answers before edges are fitted to answers
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
 
 
+RateFactor = Annotated[
+    float,
+    Meta(gt=1, description="under --release table: replan when arrival rates have changed by more than this factor"),
+]
+RetriesMax = Annotated[int, Meta(ge=0, description="retries of a request whose engine failed before the first byte")]
+LineStops = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=1,
+        description="share of online requests for which a line of a batch job may be stopped that has begun; the "
+        "youngest is stopped, and runs again later. 1: lines take every free slot; 0: lines run to their end, and "
+        "leave free what online requests will want, as far as arrivals tell",
+    ),
+]
+
+
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When and where each request runs. `resolved` fills in the defaults that depend on the engines."""
 
@@ -112,12 +129,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     rate_headroom: Annotated[
         float, Meta(gt=0, le=1, description="under --release rate-headroom: share of a batch size's throughput to use")
     ] = 0.8
-    rate_factor: Annotated[
-        float,
-        Meta(
-            gt=1, description="under --release table: replan when arrival rates have changed by more than this factor"
-        ),
-    ] = 1.25
+    rate_factor: RateFactor = 1.25
     order: Annotated[
         Annotated[str, Meta(pattern=ORDER_PATTERN)] | None,
         Meta(
@@ -177,10 +189,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "batch-size if larger; while predictions rank answers no better than chance, only one bin is used",
         ),
     ] = 256
+    line_stops: LineStops = 1.0
     queue_requests_max: Annotated[int, Meta(ge=1, description="limit of waiting requests; above it, 429")] = 10_000
-    retries_max: Annotated[
-        int, Meta(ge=0, description="retries of a request whose engine failed before the first byte")
-    ] = 2
+    retries_max: RetriesMax = 2
     engine_wait_s: Annotated[
         float,
         Meta(ge=0, description="how long a request waits for an engine that is expected when none is up; then 503"),
@@ -261,7 +272,12 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
         """
         assert self.order is not None, "resolve the configuration first"
-        dispatch = Dispatch(order or order_of(self), self.full_batch, lambda chosen: order_of(tuned(self, chosen)))
+        dispatch = Dispatch(
+            order or order_of(self),
+            self.full_batch,
+            lambda chosen: order_of(tuned(self, chosen)),
+            line_stops=self.line_stops,
+        )
         self.queues("", scores, lengths, order=dispatch.order, release=release)  # raises errors before any request
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(

@@ -21,7 +21,7 @@ from llmserve.engines.engine import NOTHING, Answer, EngineError
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import EngineFailed, RequestError, Unavailable
 from llmserve.logs import about
-from llmserve.request import Batch, Call
+from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import RequestEnded
 
 log = logging.getLogger("llmserve")
@@ -84,6 +84,8 @@ class RunningCalls:
             in_flight.charge.started()
         if in_flight.trace is not None:
             in_flight.trace.started(in_flight, now_s)
+        if in_flight.call.background:
+            in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
         handle.add(in_flight)
         in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
 
@@ -135,6 +137,12 @@ class RunningCalls:
         """
         if tokens and call.prompt.text and not call.previous:
             self._prompt_tokens.observe(call, tokens)
+
+
+def line_now(call: Call, request: Request, now_s: float) -> Call:
+    """A line of a job as it starts: what is left of its window, and whether it counts as an online request by now."""
+    slo_s = None if request.deadline_s is None else request.deadline_s - now_s
+    return msgspec.structs.replace(call, slo_s=slo_s, background=request.background)
 
 
 class Forwarding:

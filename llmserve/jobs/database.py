@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, event, inspect, text
 from sqlalchemy.engine import make_url
@@ -99,6 +100,16 @@ def _engine(url: str) -> AsyncEngine:
         for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
+
+    @event.listens_for(engine.sync_engine, "invalidate")
+    def roll_back(connection: Any, record: object, error: BaseException | None) -> None:
+        """End the transaction of a cancelled task before its connection is closed.
+
+        SQLite keeps the locks of a closed connection as long as one of its statements lives. A statement whose rows
+        were not read lives in the traceback of the task.
+        """
+        rolling_back = asyncio.ensure_future(connection.driver_connection.rollback())
+        rolling_back.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     return engine
 

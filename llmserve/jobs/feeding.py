@@ -5,8 +5,9 @@ of any size cost it the same, and a line that was not handed over yet needs noth
 
     order of jobs   by the ends of their windows
     order of lines  those with the same prefix together, for an engine computes it once; then by forecast lengths: mixed
-                    where slots refill, so that the need for memory is even, with the shortest last, so that a job
-                    does not end with a few long answers; the longest first where batches run to their end
+                    where slots refill, so that the need for memory is even, with the shortest last, for as long as the
+                    longest answer may take: forecasts err, and a long answer that begins late ends alone; the longest
+                    first where batches run to their end
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llmserve.scheduling.rates import LineRate
+
 LINES_MAX = 256  # of all jobs, in the queue or on engines, beside the engines' slots
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
-LAST_SHARE = 1.0 / 16.0  # of a job's lines, the shortest, which run last
-RATE_S = 600.0  # the rate at which lines end is of the last so many seconds in which some were in the queue
+LAST_SHARE_MOST = 0.5  # of a job's lines, the shortest, which run last
 
 
 class Shapes(NamedTuple):
@@ -99,7 +101,7 @@ class Feeder:
         self._jobs: dict[str, _Job] = {}
         self._added = 0
         self._in_queue: dict[tuple[str, int], float] = {}  # lines that were handed over, with their tokens
-        self._rate = _Rate()
+        self._rate = LineRate()
 
     @property
     def tokens_waiting(self) -> float:
@@ -182,49 +184,38 @@ class Feeder:
         return Forecast(max(likely_s, least_s), least_s <= job.deadline_s)
 
 
-class _Rate:
-    """Tokens of lines that end in a second, over the time in which some were in the queue; its weight decays."""
+def arranged(lines: Shapes, *, barrier: bool, slots: int) -> Arranged:
+    """The lines in the order in which they enter the queue; see the module. Some ms for 50,000 lines.
 
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._at_s: float | None = None
-
-    def note(self, now_s: float, tokens: float, *, busy: bool) -> None:
-        """Note an answer, or 0 tokens. busy : whether lines are in the queue until the next note"""
-        if self._at_s is not None:
-            passed_s = now_s - self._at_s
-            keep = math.exp(-passed_s / RATE_S)
-            self._tokens, self._seconds = keep * self._tokens, keep * self._seconds + passed_s
-        self._tokens += tokens
-        self._at_s = now_s if busy else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None before the first answer."""
-        return self._tokens / self._seconds if self._tokens and self._seconds else None
-
-
-def arranged(lines: Shapes, *, barrier: bool) -> Arranged:
-    """The lines in the order in which they enter the queue; see the module. Some ms for 50,000 lines."""
+    slots : of the engines
+    """
     _, group, counts = np.unique(lines.prefixes, return_inverse=True, return_counts=True)
     shared = np.where(counts[group] > 1, lines.prefixes, 0)  # a prefix of one line alone saves nothing
     order = np.lexsort((lines.numbers, -lines.tokens, shared))
     if not barrier:
-        order = order[mixed(shared[order])]
+        order = order[mixed(shared[order], _last_share(lines.tokens, slots))]
     return Arranged(lines.numbers[order].tolist(), lines.tokens[order].tolist())
 
 
-def mixed(prefixes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def _last_share(tokens: npt.NDArray[np.float64], slots: int) -> float:
+    """The share of the lines, the shortest, that take all slots for as long as the longest takes one."""
+    ascending = np.sort(tokens)
+    count = int(np.searchsorted(np.cumsum(ascending), slots * ascending[-1])) if len(tokens) else 0
+    return min(LAST_SHARE_MOST, count / max(1, len(tokens)))
+
+
+def mixed(prefixes: npt.NDArray[np.uint64], last_share: float) -> npt.NDArray[np.int64]:
     """Places of lines so that each stretch of those of a prefix has all lengths, but for the shortest, which are last.
 
-    prefixes : (n,) ascending; of each prefix, the longest line is the first. Returns (n,) places
+    prefixes : (n,) ascending; of each prefix, the longest line is the first.  last_share : of the lines, which are last
+    Returns (n,) places
     """
     _, group, counts = np.unique(prefixes, return_inverse=True, return_counts=True)
     places = np.arange(len(prefixes))
     begins = np.cumsum(counts) - counts
     within = places - begins[group]
     spread = (within + 1) * GOLDEN % 1.0
-    is_last = within >= (counts - (LAST_SHARE * counts).astype(int))[group]
+    is_last = within >= (counts - (last_share * counts).astype(int))[group]
     order = np.empty_like(places)
     order[np.lexsort((np.where(is_last, within, spread), is_last, group))] = places
     return order

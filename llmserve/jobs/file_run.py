@@ -97,7 +97,7 @@ class FileRun:
         self._feeder.slots = slots
         tokens = [float(self._lines[number].tokens_max or UNKNOWN_TOKENS) for number in self._left]
         shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), np.zeros(len(tokens), np.uint64))
-        self._feeder.add(JOB, float("inf"), arranged(shapes, barrier=barrier))
+        self._feeder.add(JOB, float("inf"), arranged(shapes, barrier=barrier, slots=slots))
         try:
             with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
                 while self.done < self.total:

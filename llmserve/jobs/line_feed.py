@@ -114,8 +114,8 @@ class LineFeed:
         """Let the lines of a job start. May be called again."""
         if not job.open:
             job.open = True
-            barrier = self._door.barrier
-            lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier))
+            barrier, slots = self._door.barrier, self._door.slots
+            lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier, slots=slots))
             if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
                 return
             self._feeder.add(job.id, job.expires_at, lines)

@@ -62,7 +62,7 @@ class Admission:
         self._book.enter(queued, queues)
         self._learn(group, queues)
         self._forming.form_early(queues, queue, self._book.now_s)
-        if group.needs_dispatch:
+        if group.needs_dispatch or self._forming.line_stops:
             self._book.touch(group)
 
     def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class Admission:
             wanted, _ = self.held(group, queues)
         reserve = self.reserves.get(queues.fair)
         if reserve is None:
-            reserve = self.reserves[queues.fair] = Reserve()
+            reserve = self.reserves[queues.fair] = Reserve(self._forming.line_stops)
         reserve.arrived(self._book.now_s, wanted)
 
 

@@ -4,13 +4,17 @@ A line waits here, apart from the queues of its model, until one of these:
 
     it starts      a slot is free, no request waits that the slot's engine serves, and more slots are free than the
                    reserve (reserve.py). Lines start by the ends of their windows. What nobody else wanted costs their
-                   share nothing.
+                   share nothing. Lines that end more slowly than their windows ask for use the reserve, too: that costs
+                   online requests less than lines that are due later.
     it is due      its latest start has come by the forecasts. From now on it is an online request of its share.
     it is late     its window has closed.
 
 The latest start of a line is the end of its window less the time that it takes alone, if it is as long as its forecast
 allows. And lines are due, in order, while all up to one of them, and the rest of its job, would end after its window on
 the slots that its share would get if all shares that wait now went on waiting.
+
+An online request that finds no slot stops the line that has begun last, for that has least to lose (--line-stops). The
+line waits here again, as the first of its window.
 
 A barrier engine gets lines of like lengths in a batch, the longest first: of many that wait, few end much earlier than
 their batch, and a job does not end with its longest answers.
@@ -32,14 +36,15 @@ from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.memory import is_giant
-from llmserve.scheduling.messages import FailReason, ReportDue
+from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
 from llmserve.scheduling.model_queues import ModelQueues, aside
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.reserve import Reserve
 
 PASSED_MOST = 8  # lines that a later one may pass because they do not fit an engine's memory
 LOOK_S, LOOKS_LEAST = 1.0, 16.0  # lines that have arrived are looked at within so long, or this part of their windows
 NO_ENGINE_S = 1.0  # how often to look whether an engine works again
+KNOWN_SHARE = 0.25  # of what is left of a window: the rate of lines must be known for so long
 LINE_S_LEAST = 1e-3  # a line's time counts as this at least
 
 Row = list[tuple[float, int, Request]]  # (end of the window, number of the arrival, line), ascending
@@ -92,6 +97,8 @@ class Background:
         self.wake_at_s: float | None = None
         self._groups, self._book, self._dispatch, self._admission = groups, book, dispatch, admission
         self._rows: dict[str, Row] = {}  # by model
+        self._pressed: set[str] = set()  # models whose lines need more than they get
+        self._stops = LineStops(book)
         self._free = FairShares().of("", 1.0)  # what surplus time is charged to
         self._arrivals, self._look_at_s = 0, math.inf
 
@@ -100,12 +107,25 @@ class Background:
     def arrive(self, request: Request) -> None:
         """Let a line wait that was not refused."""
         self._arrivals += 1
-        entry = math.inf if request.deadline_s is None else request.deadline_s, self._arrivals, request
+        self._wait(request, self._arrivals)
+
+    def _wait(self, request: Request, turn: int) -> None:
+        """turn : among the lines of the same window, ascending"""
+        entry = math.inf if request.deadline_s is None else request.deadline_s, turn, request
         self.waiting[request.id] = entry
         insort(self._rows.setdefault(request.model, []), entry, key=_turn)
         now_s = self._book.now_s
         self._look_at_s = min(self._look_at_s, now_s + min(LOOK_S, (entry[0] - now_s) / LOOKS_LEAST))
         self._touch()
+
+    def wait_again(self, queued: QueuedRequest) -> None:
+        """Let a line wait that was stopped."""
+        self._book.forget([queued])
+        if self._dispatch.forming.draining:
+            self._book.report_failed(queued.request.id, "draining", self._groups.own(queued.request))
+            return
+        self._arrivals += 1
+        self._wait(queued.request, -self._arrivals)
 
     def _touch(self) -> None:
         for group in self._groups:
@@ -120,8 +140,15 @@ class Background:
         row = self._rows[entry[2].model]
         del row[bisect_left(row, entry[:2], key=_turn)]
         if not row:
-            del self._rows[entry[2].model]
+            self._empty(entry[2].model)
         return entry[2]
+
+    def _empty(self, model: str) -> None:
+        """No line of the model waits any more."""
+        del self._rows[model]
+        self._pressed.discard(model)
+        if (queues := self._groups.queues_of(model)) is not None:
+            queues.line_rate.note(self._book.now_s, 0.0, busy=False)
 
     def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
         """Give lines new forecasts."""
@@ -162,6 +189,9 @@ class Background:
         tokens = [_tokens(queues, request) for *_, request in row]
         shared_s = [per_token_s / _slots_of(queues, request) for *_, request in row]
         before = [0.0, *accumulate(tokens)]
+        self._press(
+            model, queues, [tokens + entry[2].after_tokens for tokens, entry in zip(before[1:], row, strict=True)]
+        )
         starts_s = [  # of all up to each line, and of what follows it
             deadline_s - shared * (before[place + 1] + request.after_tokens)
             for place, ((deadline_s, _, request), shared) in enumerate(zip(row, shared_s, strict=True))
@@ -177,7 +207,21 @@ class Background:
             self._count_as_online(request)
         later_s = [at_s for at_s in (*alone_s, *[due_s for due_s in (due_s,) if place < len(starts_s)]) if at_s > now_s]
         left_s = min(later_s, default=math.inf) - now_s
-        return now_s + max(0.5 * left_s, min(left_s, per_token_s), LINE_S_LEAST)
+        look_s = max(LOOK_S, (row[0][0] - now_s) / LOOKS_LEAST) if row else math.inf  # how fast lines end
+        return now_s + min(max(0.5 * left_s, min(left_s, per_token_s), LINE_S_LEAST), look_s)
+
+    def _press(self, model: str, queues: ModelQueues, tokens: Sequence[float]) -> None:
+        """Note whether the lines of a model need more than they get. tokens : up to the end of each line's job"""
+        now_s = self._book.now_s
+        queues.line_rate.note(now_s, 0.0, busy=True)
+        rate = queues.line_rate.tokens_per_s
+        lefts_s = [(count, entry[0] - now_s) for count, entry in zip(tokens, self._rows[model], strict=True)]
+        known_s = queues.line_rate.seconds / KNOWN_SHARE
+        if rate is not None and any(count > rate * left_s and left_s <= known_s for count, left_s in lefts_s):
+            self._pressed.add(model)
+            self._touch()
+        else:
+            self._pressed.discard(model)
 
     def _count_as_online(self, line: Request) -> bool:
         """Let a line wait as an online request. False: its queue has no room."""
@@ -193,7 +237,14 @@ class Background:
 
     # ---- lines that start ----
 
-    def fill(self, group: Group) -> None:
+    def settle(self, group: Group) -> None:
+        """Stop lines for online requests that wait, and start lines in the slots of a group that others leave."""
+        if self._dispatch.forming.line_stops:
+            self._stops.make_room(group)
+        if self.waiting:
+            self._fill(group)
+
+    def _fill(self, group: Group) -> None:
         """Start lines in the slots of a group that others leave."""
         while (start := self._next(group)) is not None:
             engine, queues, lines = start
@@ -230,7 +281,7 @@ class Background:
     ) -> Sequence[EngineState]:
         """Engines on which a line may start. A barrier engine gives all its slots at once."""
         reserve = self._admission.reserves.get(queues.fair)
-        if reserve is None:
+        if reserve is None or queues.model in self._pressed:
             return engines
         online, lines = self._admission.held(group, queues)
         most = reserve.lines_most(self._book.now_s, online, queues.all_slots, self._line_s(queues))
@@ -305,6 +356,50 @@ class Background:
         if group_times_s is not None:
             times_s.append(group_times_s)
         return min(times_s, default=None)
+
+
+class LineStops:
+    """Stops lines for online requests that wait for a slot, in the queues or on an engine."""
+
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+
+    def make_room(self, group: Group) -> None:
+        """Stop as many lines as requests wait, the youngest first."""
+        if not any(queues.lines for queues in group.queues.values()):
+            return
+        full = [
+            engine
+            for engine in group.pool.engines.values()
+            if engine.room <= 0 and not engine.info.barrier and engine.takes_for_group and engine.circuit.closed
+        ]
+        soon = {e.info.name: e.room + sum([run.stopping for run in e.running.values()]) for e in full}
+        for engine in full:
+            self._stop([engine], -soon[engine.info.name])
+        for queues in group.tally.queues.values():
+            serving = [engine for engine in full if engine.serves(queues.model)]
+            wanted = queues.waiting
+            for engine in serving:
+                taken = min(wanted, max(0, soon[engine.info.name]))
+                soon[engine.info.name] -= taken
+                wanted -= taken
+            self._stop(serving, wanted)
+
+    def _stop(self, engines: Sequence[EngineState], count: int) -> None:
+        """Stop lines on these engines, those that have begun last first."""
+        runs = [run for engine in engines for run in engine.running.values()] if count > 0 else []
+        lines = [run for run in runs if run.queued.request.background and self._may_stop(run)]
+        for run in sorted(lines, key=lambda run: (-run.started_at_s, run.queued.request.id))[: max(0, count)]:
+            run.stopping = True
+            self._book.actions.append(PreemptBatch(run.engine, run.batch_id, (run.queued.request.id,)))
+
+    def _may_stop(self, run: Run) -> bool:
+        """A line that would end after its window if it began anew goes on."""
+        request, queues = run.queued.request, self._book.queues_of(run.queued)
+        if run.stopping or run.began or run.queued.cancelled:
+            return False
+        alone_s = _most(queues, request) * queues.service.seconds_per_token
+        return request.deadline_s is None or self._book.now_s + alone_s < request.deadline_s
 
 
 def _turn(entry: tuple[float, int, Request]) -> tuple[float, int]:

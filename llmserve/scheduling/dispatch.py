@@ -36,12 +36,17 @@ class Dispatch:
     """
 
     def __init__(
-        self, order: Order, batch_size: int, order_of: Callable[[Mapping[str, str | float]], Order] | None = None
+        self,
+        order: Order,
+        batch_size: int,
+        order_of: Callable[[Mapping[str, str | float]], Order] | None = None,
+        *,
+        line_stops: float = 0.0,
     ) -> None:
         self.order = order
         self._order_of = order_of
         self.moment = isinstance(order, MomentOrder)
-        self.forming = Forming(batch_size)
+        self.forming = Forming(batch_size, line_stops)
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
 

@@ -145,10 +145,11 @@ class Forming:
 
     batch_size  largest batch
     draining    whether arrivals have ended, so that bins wait for no further requests
+    line_stops  share of online requests that may stop a line of a job
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, line_stops: float) -> None:
+        self.batch_size, self.line_stops = batch_size, line_stops
         self.draining = False
         self._batch_ids = count(1)
 

@@ -310,6 +310,7 @@ class RequestBook:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
             if run.queued.request.background and tokens > 0:
                 queues.line_service.observe(engine.served_s(run, self.now_s), tokens)
+                queues.line_rate.note(self.now_s, tokens, busy=True)
             if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))

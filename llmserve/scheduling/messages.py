@@ -257,7 +257,7 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class ReportDue(msgspec.Struct, frozen=True, tag=True):
     """Report that a line of a job counts as an online request of its share from now on.
 
-    Its latest start has come, or it ran in vain: its engine failed, or it was preempted.
+    Its latest start has come, or it ran in vain: its engine failed, or its whole batch was preempted.
     """
 
     request_id: int

@@ -17,7 +17,7 @@ from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.load import Load
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
-from llmserve.scheduling.rates import ServiceTime
+from llmserve.scheduling.rates import LineRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
@@ -47,7 +47,7 @@ class ModelQueues:
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     planner     asks for plans; None unless the release follows plans
-    service     times of answers.  line_service : of lines that took what others left (background.py)
+    service     times of answers.  line_service, line_rate : of lines that took what others left (background.py)
     seen        records answer lengths, for edges, plans and batch times
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
@@ -78,7 +78,7 @@ class ModelQueues:
     ) -> None:
         self.model, self.group, self.release = model, group, release
         self.edges, self.trust, self.planner = edges, trust, planner
-        self.seen, self.service, self.line_service = seen, ServiceTime(), ServiceTime()
+        self.seen, self.service, self.line_service, self.line_rate = seen, ServiceTime(), ServiceTime(), LineRate()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
         self.fair = FairShares()

@@ -11,6 +11,7 @@ JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
 # counts as jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
+LINE_RATE_S = 600.0  # memory of LineRate
 ROUNDING = 1e-6  # relative: makes a silence longer, so that the estimate falls below the rate despite rounding
 
 
@@ -199,3 +200,30 @@ class GroupRates:
             if larger > self._factor * smaller and larger - smaller > CHANCE * math.sqrt(larger):
                 return True
         return False
+
+
+class LineRate:
+    """Tokens of lines that end in a second, over the time in which some were in the queue; its weight decays."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._at_s: float | None = None
+
+    def note(self, now_s: float, tokens: float, *, busy: bool) -> None:
+        """Note an answer, or 0 tokens. busy : whether lines are in the queue until the next note"""
+        if self._at_s is not None:
+            passed_s = now_s - self._at_s
+            keep = math.exp(-passed_s / LINE_RATE_S)
+            self._tokens, self._seconds = keep * self._tokens, keep * self._seconds + passed_s
+        self._tokens += tokens
+        self._at_s = now_s if busy else None
+
+    @property
+    def seconds(self) -> float:
+        """For how long the rate was observed, as far as that is remembered."""
+        return self._seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before the first answer."""
+        return self._tokens / self._seconds if self._tokens and self._seconds else None

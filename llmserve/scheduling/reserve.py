@@ -17,6 +17,8 @@ and c is learnt from arrivals. Each online arrival is played against every c of 
 
 The reserve is that of the least c under which at most WAIT_SHARE of the last arrivals would have waited for a line. So
 a burst that builds up no faster than lines end needs a small reserve, however large it becomes.
+
+Where lines may be stopped, nobody waits for them, and the share is that of the arrivals that stop one.
 """
 
 from __future__ import annotations
@@ -26,16 +28,21 @@ from collections import deque
 
 import numpy as np
 
-WAIT_SHARE = 0.002  # a fifth of what is beyond a 99th percentile, for lines end at random, not evenly as here
-FACTORS = np.array([*np.arange(0.0, 4.0, 0.25), 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, math.inf])  # c; at last no line runs
+WAIT_SHARE = 0.005  # half of what is beyond a 99th percentile, for lines end at random, not evenly as here
+SILENCE_SHARE = 0.05  # chance of an arrival in a line's time below which no slot is kept free
+FACTORS = np.array([*np.arange(0.0, 4.0, 0.1), 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, math.inf])  # c; at last no line runs
 MEMORY = 4096  # arrivals after which an observation's weight has fallen to a third
 KEPT = 1024  # arrivals that are kept until somebody asks
 
 
 class Reserve:
-    """The reserve of engines that serve the same requests. All times are seconds on the scheduler's clock."""
+    """The reserve of engines that serve the same requests. All times are seconds on the scheduler's clock.
 
-    def __init__(self) -> None:
+    stops : share of the arrivals that may stop a line
+    """
+
+    def __init__(self, stops: float = 0.0) -> None:
+        self._share = max(WAIT_SHARE, stops)
         self._new: deque[float] = deque(maxlen=2 * KEPT)  # arrivals that were not played yet: time, slots wanted, ...
         self._last_s = -math.inf
         self._lines = np.zeros(len(FACTORS))  # B_c
@@ -53,14 +60,15 @@ class Reserve:
             self._play(at_s, then_wanted, slots, line_s)
         if now_s >= self.silent_from_s(line_s):
             return slots
-        factor = FACTORS[np.argmax(self._waited <= WAIT_SHARE * self._arrivals)]
+        factor = FACTORS[np.argmax(self._waited <= self._share * self._arrivals)]
         return slots - wanted - float(factor) * math.sqrt(wanted + 1.0)
 
     def silent_from_s(self, line_s: float) -> float:
         """From when on no arrival is expected: after T seconds of silence, one comes in the next s with a chance of
-        s / (s + T) at most (Laplace's rule of succession), which is then less than WAIT_SHARE.
+        s / (s + T) at most (Laplace's rule of succession), which is then less than SILENCE_SHARE. By WAIT_SHARE an
+        engine of one slot would stay idle for hundreds of lines' times after each arrival.
         """
-        return (self._new[-2] if self._new else self._last_s) + line_s / WAIT_SHARE
+        return (self._new[-2] if self._new else self._last_s) + line_s / SILENCE_SHARE
 
     def _play(self, at_s: float, wanted: float, slots: int, line_s: float) -> None:
         before = wanted - 1

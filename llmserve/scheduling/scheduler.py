@@ -185,8 +185,7 @@ class Scheduler:
             self._book.fail_late()
         for group in self._book.touched.values():
             dues_s = self._dispatch.settle(group, self._now_s)
-            if self.background.waiting:
-                self.background.fill(group)
+            self.background.settle(group)
             if not group.present:
                 group.rate.idle()
             if group.planned:
@@ -256,7 +255,8 @@ class Scheduler:
             refund((run,))
             self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
-            self._book.wait_again(queued)
+            waits = self.background if queued.request.background and not engine.info.barrier else self._book
+            waits.wait_again(queued)
             refund((run,))
         else:
             ran_s = math.inf if event.outcome == "completed" else self._now_s - run.started_at_s

@@ -52,6 +52,21 @@ async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
         assert 'llmserve_job_lines{state="waiting"} 0.0' in metrics
 
 
+async def test_an_online_request_stops_a_line_which_runs_again(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(slots=1, step_s=0.01) as engine:
+        front = await start_front(engine, slots=1, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(front.url)
+        batch = await create(client, jsonl([request(number, max_tokens=150) for number in range(3)]))
+        await until(lambda: engine.running == 1)
+        async with front.post(messages=[{"role": "user", "content": "hurry"}], max_tokens=3) as answer:
+            assert answer.status == 200
+        assert contents(engine)[1] == "hurry", "before the first line's 1.5 s were over"
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert len(await rows(client, batch.output_file_id)) == 3
+        assert len(engine.bodies) == 5, "three lines, one of them twice, and the online request"
+
+
 async def test_lines_are_ordered_by_prefix(start_front: StartFront, tmp_path: Path) -> None:
     async with FakeEngine(slots=1, step_s=0.001) as engine:
         front = await start_front(engine, slots=1, server=ServerConfig(port=0, state=str(tmp_path)))

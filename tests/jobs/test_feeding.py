@@ -15,7 +15,7 @@ def shapes(tokens: Sequence[float], prefixes: Sequence[int] | None = None) -> Sh
 
 
 def lines(*tokens: float) -> Arranged:
-    return arranged(shapes(tokens), barrier=True)
+    return arranged(shapes(tokens), barrier=True, slots=0)
 
 
 def test_the_job_whose_window_ends_first_is_first() -> None:
@@ -53,23 +53,24 @@ def test_a_job_that_is_removed_hands_over_nothing_more() -> None:
 
 
 def test_lines_of_one_prefix_are_together() -> None:
-    order = arranged(shapes([10.0 + number for number in range(40)], [0, 1] * 20), barrier=False).numbers
+    order = arranged(shapes([10.0 + number for number in range(40)], [0, 1] * 20), barrier=False, slots=1).numbers
     assert sorted(order) == list(range(40))
     assert [number % 2 for number in order] == [0] * 20 + [1] * 20
 
 
 def test_a_prefix_of_one_line_alone_does_not_count() -> None:
     alone = shapes([1.0, 5.0, 3.0, 4.0, 2.0], [9, 7, 8, 5, 6])
-    assert arranged(alone, barrier=True).numbers == [1, 3, 2, 4, 0]
+    assert arranged(alone, barrier=True, slots=1).numbers == [1, 3, 2, 4, 0]
 
 
 def test_each_stretch_has_all_lengths_and_the_shortest_are_last() -> None:
     lengths = shapes([float(number) for number in range(160)])
-    order = arranged(lengths, barrier=False).numbers
-    for first in range(0, 144, 16):
-        assert 60 < sum(order[first : first + 16]) / 16 < 110  # the mean of those that are mixed is 84.5
-    assert order[-10:] == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
-    assert arranged(lengths, barrier=True).numbers == list(range(159, -1, -1))
+    order = arranged(lengths, barrier=False, slots=1).numbers
+    for first in range(0, 128, 16):
+        assert 60 < sum(order[first : first + 16]) / 16 < 115  # the mean of those that are mixed is 88.5
+    assert order[-18:] == list(range(17, -1, -1)), "18 lines of 0 to 17 tokens take as long as the longest of 159"
+    assert arranged(lengths, barrier=False, slots=100).numbers[-80:] == list(range(79, -1, -1))
+    assert arranged(lengths, barrier=True, slots=1).numbers == list(range(159, -1, -1))
 
 
 def test_a_job_ends_after_those_before_it_at_the_present_rate() -> None:

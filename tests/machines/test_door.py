@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_client import client_of, create, ended, jsonl, request
 from front import Front, StartFront, until
 
+from llmserve.cluster.calls import line_now
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
-from llmserve.request import Request
+from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
 from llmserve.settings import ApiConfig, EngineConfig, ServerConfig
+from predictor.prompt import Prompt
 
 DOOR_KEY = "sk-doors"
 KEYS = """
@@ -56,7 +59,7 @@ def arrived(front: Front) -> list[Request]:
     return [event.request for event in events if isinstance(event, RequestArrived)]
 
 
-def ended(front: Front) -> list[RequestEnded]:
+def ends(front: Front) -> list[RequestEnded]:
     events = [step.event for step in front.cluster.journal.steps]
     return [event for event in events if isinstance(event, RequestEnded)]
 
@@ -164,7 +167,7 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
         await until(lambda: len(first.cluster.scheduler.requests) >= 3)
         await first.cluster.abort()
         assert set(await asyncio.gather(*asking)) == {200}
-    assert {request.engine for request in ended(door)} == {
+    assert {request.engine for request in ends(door)} == {
         front.url.removeprefix("http://") for front in (first, second)
     }
 
@@ -173,3 +176,26 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
 def test_only_servers_can_be_groups(engine: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="only URLs can be groups"):
         EngineConfig(engine=engine, engines_are_groups=True).check()
+
+
+async def test_lines_of_jobs_stay_in_the_background_behind_a_door(
+    start_front: StartFront, group_server: ServerConfig, tmp_path: Path
+) -> None:
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        door = await start_door(start_front, group, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(door.url)
+        batch = await create(client, jsonl([request(number) for number in range(8)]), window="30m")
+        assert (await ended(client, batch)).status == "completed"
+    lines = arrived(group)
+    assert len(lines) == 8
+    assert all(line.background for line in lines)
+    assert max(line.after_tokens for line in lines) > 0
+    by_door = {line.deadline_s is not None and 1700 < line.deadline_s < 1900 for line in lines}
+    assert by_door == {True}, "the group knows the end of the window"
+
+
+def test_a_line_that_starts_tells_what_is_left_of_its_window() -> None:
+    call = Call("/v1/completions", b"", Prompt("", ""), False, slo_s=100.0, deadline_s=100.0, background=True)
+    started = line_now(call, Request(1, deadline_s=100.0, background=False), now_s=70.0)
+    assert (started.slo_s, started.background) == (30.0, False)

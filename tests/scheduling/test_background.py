@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -11,6 +13,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PreemptBatch,
     ReportDue,
     RequestArrived,
     RequestCancelled,
@@ -142,7 +145,7 @@ def test_the_rate_of_a_share_is_that_of_its_part_of_the_slots() -> None:
 
 def test_lines_leave_the_slots_that_arrivals_were_seen_to_want() -> None:
     """Pairs of requests come every second: with one slot left free, the second of a pair would wait for a line."""
-    driven = Driven(slots=8)
+    driven = Driven(slots=8, line_stops=0.0)
     now_s = 0.0
     for pair in range(200):
         now_s = float(pair)
@@ -153,5 +156,95 @@ def test_lines_leave_the_slots_that_arrivals_were_seen_to_want() -> None:
     lines = [line(100_000 + id_, 200.0) for id_ in range(8)]
     running = driven.arrive(*lines, now_s=now_s + 0.75)
     assert 4 <= len(running) <= 6
-    driven = Driven(slots=8)
+    driven = Driven(slots=8, line_stops=0.0)
     assert len(driven.arrive(*lines)) == 8
+
+
+# ---- lines that may be stopped --------------------------------------------------------------------------------------
+
+
+def stopped(actions: list[Action]) -> list[int]:
+    return [id_ for action in actions if isinstance(action, PreemptBatch) for id_ in action.request_ids]
+
+
+def test_an_online_request_stops_the_line_that_has_begun_last_and_takes_its_slot() -> None:
+    driven = Driven(slots=2)
+    driven.arrive(line(0))
+    driven.step(RequestArrived(line(1)), 1.0)
+    assert stopped(driven.step(RequestArrived(Request(2, 50.0)), 2.0)) == [1]
+    assert stopped(driven.step(TimerFired(), 2.0)) == [], "the slot is on its way"
+    assert started(driven.step(RequestEnded("e", 1, "cancelled"), 2.1)) == [2]
+    assert driven.scheduler.queues("").fair.of("job", 1.0).served == 0.0
+    assert started(driven.step(RequestEnded("e", 2, "completed", 50.0), 3.0)) == [1], "it runs again, as a line"
+
+
+def test_a_line_that_ends_while_it_is_stopped_has_ended() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0))
+    driven.step(RequestArrived(Request(1, 50.0)), 1.0)
+    assert started(driven.step(RequestEnded("e", 0, "completed", 100.0), 1.1)) == [1]
+    assert not driven.scheduler.has(0)
+
+
+def test_a_line_that_would_end_after_its_window_if_it_began_anew_is_not_stopped() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0, deadline_s=2.5))
+    assert stopped(driven.step(RequestArrived(Request(1, 50.0)), 1.0)) == []
+
+
+def test_no_more_lines_are_stopped_than_requests_wait() -> None:
+    driven = Driven(slots=4)
+    driven.arrive(*[line(id_) for id_ in range(6)])
+    assert len(stopped(driven.step(RequestArrived(Request(10, 50.0)), 1.0))) == 1
+    assert len(stopped(driven.step(RequestArrived(Request(11, 50.0)), 1.0))) == 1
+    for id_ in (2, 3):
+        driven.step(RequestEnded("e", id_, "cancelled"), 1.1)
+    assert driven.scheduler.waiting == 0
+    assert stopped(driven.step(TimerFired(), 1.2)) == []
+
+
+def test_a_line_that_is_stopped_during_a_drain_fails() -> None:
+    driven = Driven(slots=1)
+    driven.arrive(line(0))
+    driven.step(RequestArrived(Request(1, 50.0)), 1.0)
+    driven.step(DrainRequested(), 1.0)
+    assert FailRequest(0, "draining") in [
+        msgspec.structs.replace(action, retry_after_s=None)
+        for action in driven.step(RequestEnded("e", 0, "cancelled"), 1.1)
+        if isinstance(action, FailRequest)
+    ]
+
+
+def test_one_slot_is_kept_free_for_twenty_lines_times_after_an_arrival_not_longer() -> None:
+    driven = Driven(slots=1, line_stops=0.0)
+    driven.arrive(line(0))
+    driven.step(RequestArrived(Request(1, 50.0)), 0.5)
+    driven.step(RequestEnded("e", 0, "completed", 100.0), 2.0)
+    driven.step(RequestEnded("e", 1, "completed", 50.0), 3.0)
+    driven.arrive(line(2), now_s=3.0)
+    while not (ids := started(driven.step(TimerFired(), now_s := driven.scheduler.wake_at_s or 0.0))):
+        assert now_s < 100.0
+    assert ids == [2]
+    assert 30.0 < now_s < 45.0, "a line takes two seconds"
+
+
+def test_lines_that_get_too_little_for_their_window_use_the_reserve() -> None:
+    """As above, but while lines end at 50 tokens a second."""
+    for window_s, beyond in ((100_000.0, False), (400.0, True)):
+        driven = Driven(slots=8, line_stops=0.0)
+        driven.arrive(line(100_000, 200.0, deadline_s=window_s, after_tokens=60_000.0))
+        for pair in range(200):
+            now_s = float(pair)
+            driven.arrive(*[Request(10 * pair + place, 25.0) for place in (0, 1)], now_s=now_s)
+            for place in (0, 1):
+                driven.step(RequestEnded("e", 10 * pair + place, "completed", 25.0), now_s + 0.5)
+            if pair % 4 == 3:
+                now_s += 0.75
+                driven.arrive(line(100_001 + pair, 200.0, deadline_s=window_s, after_tokens=60_000.0), now_s=now_s)
+                ran = [id_ for id_ in driven.scheduler.engines["e"].running if id_ >= 100_000]
+                driven.step(RequestEnded("e", ran[0], "completed", 200.0), now_s)
+        lines = [line(200_000 + id_, 200.0, deadline_s=window_s, after_tokens=60_000.0) for id_ in range(8)]
+        driven.arrive(*lines, now_s=199.8)
+        driven.step(TimerFired(), 201.5)
+        running = [id_ for id_ in driven.scheduler.engines["e"].running if id_ >= 100_000]
+        assert (len(running) == 8) is beyond

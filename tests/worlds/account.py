@@ -336,9 +336,19 @@ class Account:
         elif event.outcome == "cancelled" and life.preempted and not life.gone:
             life.engine, life.failed_on = None, None
             life.tries -= 1
-            self._waiting[event.request_id] = life
+            self._wait_again(event, life)
         else:
             self._end(event.request_id, "cancelled" if life.gone else event.outcome)
+
+    def _wait_again(self, event: RequestEnded, life: Life) -> None:
+        """A line that was stopped for an online request waits as a line again."""
+        if not life.request.background or self._engines[event.engine].info.barrier:
+            self._waiting[event.request_id] = life
+        elif self._draining:
+            self._expected[event.request_id] = "draining"
+        else:
+            life.preempted = False
+            self.lines[event.request_id] = life
 
     def _began(self, event: AnswerBegan, actions: Sequence[Action]) -> None:
         life = self._alive.get(event.request_id)
@@ -708,9 +718,26 @@ class Account:
         assert kind != "full", "a batch that is not full was released"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
 
+    def _stop_line(self, action: PreemptBatch) -> None:
+        """Check that a line is stopped for somebody, unread, and stopped once."""
+        engine, (request_id,) = self._engines[action.engine], action.request_ids
+        life, online = self._alive[request_id], [life.request for life in self._waiting.values()]
+        assert self._config.line_stops > 0, f"line {request_id} is stopped although lines run to their end"
+        assert engine.running[request_id] == action.batch_id, f"line {request_id} does not run on {action.engine}"
+        assert not life.began, f"line {request_id} is stopped after its first byte"
+        assert not life.gone, f"line {request_id} is stopped although its client left"
+        assert not life.preempted, f"line {request_id} is stopped twice"
+        over = len(engine.running) > engine.info.slots
+        wanted = over or any(engine.info.serves(request.model) for request in online)
+        assert wanted, f"line {request_id} is stopped for nobody"
+        life.preempted = True
+
     def _preempt(self, action: PreemptBatch) -> None:
         """Check that the batch is small enough, unread, stopped as a whole, and stopped once."""
         config, engine = self._config, self._engines[action.engine]
+        if self._alive[action.request_ids[0]].request.background and not engine.info.barrier:
+            self._stop_line(action)
+            return
         assert config.order == "flex", "an order that does not preempt stops a batch"
         assert config.preemption != "off", "a batch is stopped although preemption is off"
         assert engine.info.barrier, f"{action.engine} refills its slots and was told to make room"

@@ -217,6 +217,7 @@ def draw(seed: int) -> World:
         arrivals = _share_out(random.Random(f"{seed} shares"), arrivals)
     if seed % JOBS_EVERY == JOBS_EVERY - 3:
         arrivals = _lines(random.Random(f"{seed} jobs"), arrivals, unit_s, tick_s)
+        config = msgspec.structs.replace(config, line_stops=random.Random(f"{seed} stops").choice([0.0, 0.0, 0.3, 1.0]))
     return World(
         seed=seed,
         kinds=kinds,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.figures import BLUE, DPI, GREEN, GREY, ORANGE, PINK, new_figure
+from bench.figures import BLUE, DPI, GREEN, GREY, ORANGE, PINK, SKY, new_figure
 
-COLOURS = (GREY, PINK, ORANGE, GREEN, BLUE)
+COLOURS = (GREY, PINK, ORANGE, GREEN, BLUE, SKY)
 
 
 def draw_figure(result: dict[str, Any], path: Path) -> None:

@@ -23,18 +23,25 @@ from llmserve.scheduling.messages import (
     FailRequest,
     RequestArrived,
     RequestEnded,
+    StartBatch,
 )
 from llmserve.simulation.engine_model import StepEngine
 
 
 @dataclass
 class Outcome:
-    """arrived_s, began_s : of online requests, by id.  ended_s : of all requests.  jobs_end_s : in order of windows"""
+    """arrived_s, began_s : of online requests, by id.  ended_s : of all requests.  jobs_end_s : in order of windows
+
+    stops : lines that were stopped.  lost_s, held_s : slot-seconds of lines that were stopped, and that ended
+    """
 
     arrived_s: dict[int, float] = field(default_factory=dict)
     began_s: dict[int, float] = field(default_factory=dict)
     ended_s: dict[int, float] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    stops: int = 0
+    lost_s: float = 0.0
+    held_s: float = 0.0
 
     def ttft_s(self, *, burst: bool) -> list[float]:
         """Seconds to the first token, of online requests that arrived in measured bursts, or between them."""
@@ -62,18 +69,34 @@ def under_scheduler(
     for index, (window_s, lines) in enumerate(workload.jobs):
         tokens = np.array([line.expected_tokens or 0.0 for line in lines])
         shapes = Shapes(np.array([line.id for line in lines]), tokens, np.zeros(len(lines), np.uint64))
-        feeder.add(str(index), window_s, arranged(shapes, barrier=barrier))
+        feeder.add(str(index), window_s, arranged(shapes, barrier=barrier, slots=SLOTS))
 
     def feed(now_s: float) -> None:
         for handed in feeder.take(now_s):
             line = msgspec.structs.replace(by_id[handed.number], after_tokens=handed.after_tokens)
             cluster.notify(RequestArrived(line), now_s)
 
+    lines_began_s: dict[int, float] = {}
+
+    def note_lines(now_s: float, event: Event, actions: list[Action]) -> None:
+        """Note how long lines hold their slots, and in vain."""
+        if isinstance(event, RequestEnded) and event.request_id >= LINE:
+            seconds = now_s - lines_began_s[event.request_id]
+            if event.outcome == "completed":
+                outcome.held_s += seconds
+            else:
+                outcome.lost_s += seconds
+                outcome.stops += 1
+        for action in actions:
+            if isinstance(action, StartBatch):
+                lines_began_s.update({request.id: now_s for request in action.batch.requests if request.id >= LINE})
+
     def on_step(now_s: float, event: Event, actions: list[Action]) -> None:
+        note_lines(now_s, event, actions)
         if isinstance(event, AnswerBegan):
             outcome.began_s[event.request_id] = now_s
         lengths = event.output_tokens if isinstance(event, BatchEnded) else {}
-        if isinstance(event, RequestEnded):
+        if isinstance(event, RequestEnded) and event.outcome == "completed":
             lengths = {event.request_id: event.output_tokens}
         failed = [action.request_id for action in actions if isinstance(action, FailRequest)]
         outcome.failed.update(failed)
