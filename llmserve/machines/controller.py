@@ -74,7 +74,9 @@ class Machines(Protocol):
         """Make a keeper for a process that is in the store. node : where it must be; None: anywhere"""
         ...
 
-    async def apply(self, described: Described) -> None: ...
+    async def apply(self, described: Described) -> None:
+        """Tell a keeper, which may not hear it: its status has the revision that it follows."""
+        ...
 
     async def status(self, name: str) -> Status | None:
         """None: the keeper does not answer."""
@@ -165,8 +167,10 @@ class Controller:
             if name not in present:
                 await self._describe(process)
                 await machines.place(process, node)
-            elif self._sent[name].process != process if name in self._sent else True:
+            elif name not in self._sent or self._sent[name].process != process:
                 await machines.apply(await self._describe(process))
+            elif self._is_behind(name):
+                await machines.apply(self._sent[name])
         for name in sorted(present - wanted.keys() - self._removing.keys()):
             if not self._is_needed(name):
                 self._removing[name] = asyncio.create_task(self._remove(name))
@@ -187,6 +191,11 @@ class Controller:
         await self._machines.save(process_key(process.name), msgspec.json.encode(described))
         self._sent[process.name] = described
         return described
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether a keeper answers that does not follow yet what was sent: it may have restarted, and not heard it."""
+        status = self.statuses.get(name)
+        return name not in self.silent and status is not None and status.revision < self._sent[name].revision
 
     async def _remove(self, name: str) -> None:
         try:
