@@ -43,7 +43,7 @@ class Here:
         self.keepers[process.name] = keeper
 
     async def apply(self, described: Described) -> None:
-        await self.keepers[described.process.name].apply(described.process, described.revision)
+        self.keepers[described.process.name].follow(described.process, described.revision)
 
     async def status(self, name: str) -> Status | None:
         keeper = self.keepers.get(name)

@@ -1,7 +1,8 @@
 """What a server and the controller of its cluster tell each other once a second: POST /admin/peers.
 
-The server tells how many requests came, by stream and model and by limited key, and how many engines it could use. The
-controller deals the keys' limits between the doors, plans groups and asks for machines by that.
+The server tells how many requests came, by stream and model and by limited key, what its shares were served, and how
+many engines it could use. The controller deals the keys' limits between the doors, tells groups what other groups have
+served, plans groups and asks for machines by that.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ from llmserve.api.limits import KeyLimits
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest
-from llmserve.scheduling.messages import RequestArrived
+from llmserve.scheduling.messages import SHARES_MAX, RequestArrived, ServedElsewhere
 
 PAIRS_MAX = 10_000  # (stream, model) pairs that are counted apart
 
 
+class Served(msgspec.Struct, frozen=True):
+    """Weighted tokens (scheduling/fair.py) by share. models : that compete for the same engines"""
+
+    models: Annotated[tuple[str, ...], Meta(min_length=1)]
+    tokens: Mapping[str, float] = {}
+
+
 class ToServer(msgspec.Struct, frozen=True):
-    """parts : of the limits that the server may use from now on, by key"""
+    """parts : of the limits that the server may use from now on, by key.  elsewhere : what other groups have served"""
 
     parts: Mapping[str, Annotated[float, Meta(ge=0, le=1)]] = {}
+    elsewhere: tuple[Served, ...] = ()
 
 
 class FromServer(msgspec.Struct, frozen=True):
@@ -34,12 +43,14 @@ class FromServer(msgspec.Struct, frozen=True):
     arrivals  requests by stream and model.  asked : requests by limited key, also refused ones
     parts     of the limits, which the server uses now, by key; only keys that asked, or were dealt a part
     wanted    engines that the server could use now, by model
+    served    of a group; of an exchange with something in `elsewhere` nothing: the next one tells it
     """
 
     arrivals: tuple[tuple[str, str, int], ...] = ()
     asked: Mapping[str, int] = {}
     parts: Mapping[str, float] = {}
     wanted: Mapping[str, int] = {}
+    served: tuple[Served, ...] = ()
 
 
 class Peers:
@@ -66,6 +77,8 @@ class Peers:
         except msgspec.MsgspecError as error:
             raise BadRequest(f"the body is not what a controller sends: {error}") from error
         self._limits.deal(told.parts)
+        for elsewhere in told.elsewhere:
+            self._charge(elsewhere)
         arrivals, self._arrivals = self._arrivals, Counter()
         asked = self._limits.asked()
         parts = {name: self._limits.part_of[name] for name in {*asked, *told.parts} & self._limits.part_of.keys()}
@@ -74,4 +87,10 @@ class Peers:
             asked,
             parts,
             self._cluster.engines_wanted(),
+            tuple([Served(*row) for row in self._cluster.scheduler.groups.served()]) if not told.elsewhere else (),
         )
+
+    def _charge(self, elsewhere: Served) -> None:
+        rows = list(elsewhere.tokens.items())
+        for start in range(0, len(rows), SHARES_MAX):
+            self._cluster.notify(ServedElsewhere(elsewhere.models[0], dict(rows[start : start + SHARES_MAX])))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmserve.asker import header_of
-from llmserve.engines.engine import NOTHING
+from llmserve.engines.engine import NOTHING, EngineError, Health
 from llmserve.engines.http_client import Response
 from llmserve.engines.openai_engine import HttpAnswer, OpenAIEngine
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
@@ -63,6 +63,14 @@ class GroupServer(OpenAIEngine):
         for name, value in call.headers:
             opening += f"{name}: {value}\r\n".encode("latin-1")
         return GroupAnswer(self._client.ask(opening, call.body, on_change), self)
+
+    async def probe(self) -> Health:
+        """A group that has just started lists no model, until its engines have come: its requests wait, as if it were
+        down. Raises EngineError."""
+        health = await super().probe()
+        if not health.models:
+            raise EngineError(f"group {self.info.name} has no engine yet")
+        return health
 
     async def _load(self) -> None:
         """A group's metrics say nothing about slots."""

@@ -25,10 +25,12 @@ from llmserve.machines.layout import Moves, doors_plan, owners
 from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
 from llmserve.machines.quotas import Quotas
 from llmserve.machines.replanning import Replanning
+from llmserve.machines.shares import Shares
 
 log = logging.getLogger("llmserve")
 
 STEP_S = 1.0
+EXCHANGE_S = 1.0
 ASK_S = 1.0  # longest answer of a server to the controller
 FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
 DESIRED = "desired"
@@ -74,7 +76,9 @@ class Machines(Protocol):
         """Make a keeper for a process that is in the store. node : where it must be; None: anywhere"""
         ...
 
-    async def apply(self, described: Described) -> None: ...
+    async def apply(self, described: Described) -> None:
+        """Tell a keeper, which may not hear it: its status has the revision that it follows."""
+        ...
 
     async def status(self, name: str) -> Status | None:
         """None: the keeper does not answer."""
@@ -120,13 +124,29 @@ class Controller:
         self._changed = asyncio.Event()
         self._steps = 0
         self._settled = False  # everything has been described that should run
-        self._quotas = Quotas()
+        self._quotas, self._shares = Quotas(), Shares()
         self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
         self._replanning = _replanning_of(desired)
         self.wanted: dict[str, int] = {}  # engines by model
         self._began_s = time.monotonic()
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._run_exchanges())
+            tasks.create_task(self._run_steps())
+
+    async def _run_exchanges(self) -> None:
+        """Apart from the steps, which a process that does not answer delays."""
+        loop = asyncio.get_running_loop()
+        while True:
+            next_s = loop.time() + EXCHANGE_S
+            try:
+                await self.exchange()
+            except Exception:  # the next exchange tries again
+                log.exception("an exchange of the controller failed")
+            await asyncio.sleep(next_s - loop.time())
+
+    async def _run_steps(self) -> None:
         while True:
             try:
                 await self.step()
@@ -157,7 +177,6 @@ class Controller:
         await machines.provide(workers_of(self.desired.file))
         present = set(await machines.names())
         await self._look(present)
-        await self._exchange()
         wanted = await self._wanted()
         for name, (process, node) in wanted.items():
             if name in self._removing:
@@ -165,8 +184,10 @@ class Controller:
             if name not in present:
                 await self._describe(process)
                 await machines.place(process, node)
-            elif self._sent[name].process != process if name in self._sent else True:
+            elif name not in self._sent or self._sent[name].process != process:
                 await machines.apply(await self._describe(process))
+            elif self._is_behind(name):
+                await machines.apply(self._sent[name])
         for name in sorted(present - wanted.keys() - self._removing.keys()):
             if not self._is_needed(name):
                 self._removing[name] = asyncio.create_task(self._remove(name))
@@ -187,6 +208,11 @@ class Controller:
         await self._machines.save(process_key(process.name), msgspec.json.encode(described))
         self._sent[process.name] = described
         return described
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether a keeper answers that does not follow yet what was sent: it may have restarted, and not heard it."""
+        status = self.statuses.get(name)
+        return name not in self.silent and status is not None and status.revision < self._sent[name].revision
 
     async def _remove(self, name: str) -> None:
         try:
@@ -215,14 +241,22 @@ class Controller:
 
     # ---- what servers tell, and are told ----
 
-    async def _exchange(self) -> None:
-        """Deal the limits between the doors, add up the rates, and plan again if they have changed."""
+    async def exchange(self) -> None:
+        """Deal the limits between the doors, and what shares were served between the groups; plan again for new rates.
+
+        What a group has served reaches the others at once, not with the next exchange.
+        """
         doors, groups = self._servers("door"), self._servers("group")
         parts = self._quotas.deal(doors)
         told, heard = await asyncio.gather(
-            asyncio.gather(*(self._tell(name, {}) for name in groups)),
-            asyncio.gather(*(self._tell(name, parts[name]) for name in doors)),
+            asyncio.gather(*(self._tell(name, ToServer()) for name in groups)),
+            asyncio.gather(*(self._tell(name, ToServer(parts[name])) for name in doors)),
         )
+        for name, server in zip(groups, told, strict=True):
+            if server is not None:
+                self._shares.heard(name, server.served)
+        elsewhere = self._shares.deal()
+        await asyncio.gather(*(self._tell(name, ToServer(elsewhere=rows)) for name, rows in elsewhere.items() if rows))
         self.wanted = dict(sum((Counter(server.wanted) for server in told if server is not None), Counter()))
         for name, server in zip(doors, heard, strict=True):
             self._unheard[name] = 0 if server is not None else self._unheard.get(name, 0) + 1
@@ -242,10 +276,10 @@ class Controller:
     def _servers(self, kind: str) -> list[str]:
         return sorted(name for name, sent in self._sent.items() if sent.process.kind == kind)
 
-    async def _tell(self, name: str, parts: Mapping[str, float]) -> FromServer | None:
+    async def _tell(self, name: str, told: ToServer) -> FromServer | None:
         if name in self.silent:
             return None
-        answer = await self.ask(name, "/admin/peers", msgspec.json.encode(ToServer(parts)))
+        answer = await self.ask(name, "/admin/peers", msgspec.json.encode(told))
         return None if answer is None else msgspec.convert(answer, FromServer)
 
     # ---- what should run ----
@@ -277,7 +311,7 @@ class Controller:
         drained = {group: target.keys() - workers for group, workers in self._engines_of.items()}
         holders = self._moves.follow(target, drained)
         if holders != desired.owners:
-            self.desired = msgspec.structs.replace(desired, owners=holders)
+            self.desired = msgspec.structs.replace(self.desired, owners=holders)  # it may have changed meanwhile
             await self._machines.save(DESIRED, msgspec.json.encode(self.desired))
         groups = {}
         for group in desired.plan.groups:

@@ -69,7 +69,8 @@ class Keeper:
         self._node = node
         self._folder = folder / process.name
         self._admin_key = admin_key
-        self._changing = asyncio.Lock()
+        self._newest: tuple[Process, int] | None = None  # description and revision that the process shall follow
+        self._changing: asyncio.Task[None] | None = None
         self._state: State = "starting"
         self._since_s = time.time()
         self._starting: asyncio.Task[None] | None = None
@@ -116,32 +117,48 @@ class Keeper:
     async def stop(self) -> None:
         """Stop the process; a server ends its running requests first, for as long as its settings say."""
         self._state = "stopped"
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        for task in (self._changing, self._starting):
+            await _cancelled(task)
         await self._process.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- changes ----
 
-    async def apply(self, process: Process, revision: int) -> None:
-        """Follow another description: by a reload where that is enough, else by a restart on the same port."""
-        async with self._changing:
-            if revision <= self._revision:
+    def follow(self, process: Process, revision: int) -> None:
+        """Follow another description: by a reload where that is enough, else by a restart on the same port.
+
+        Returns at once; the status has the revision when the process follows. Of several the newest counts. Must be
+        called inside the running event loop.
+        """
+        if revision <= self._revision:
+            return
+        if self._newest is None or revision > self._newest[1]:
+            self._newest = process, revision
+        if self._changing is None or self._changing.done():
+            self._changing = asyncio.create_task(self._change())
+
+    async def _change(self) -> None:
+        while self._newest is not None and self._newest[1] > self._revision:
+            process, revision = self._newest
+            try:
+                await self._apply(process)
+            except OSError:  # the controller asks again
+                log.exception("%s does not follow its new description", self._described.name)
                 return
-            before, self._described, self._revision = self._described, process, revision
-            self._write_files(process)
-            same_command = (before.words, before.environment) == (process.words, process.environment)
-            if same_command and (before.files == process.files or await self._reload()):
-                return
-            port = self._process.port
-            if self._starting is not None:
-                self._starting.cancel()
-                await asyncio.gather(self._starting, return_exceptions=True)
-            self._state = "starting"
-            await self._process.stop()
-            self._process = self._new_process(port)
-            self._starting = asyncio.create_task(self._start())
+            self._revision = revision
+
+    async def _apply(self, process: Process) -> None:
+        self._write_files(process)
+        before, self._described = self._described, process
+        same_command = (before.words, before.environment) == (process.words, process.environment)
+        if same_command and (before.files == process.files or await self._reload()):
+            return
+        port = self._process.port
+        await _cancelled(self._starting)
+        self._state = "starting"
+        await self._process.stop()
+        self._process = self._new_process(port)
+        self._starting = asyncio.create_task(self._start())
 
     async def _reload(self) -> bool:
         """Have the server read its files again, once it runs. False: it refuses these changes without a restart."""
@@ -198,3 +215,9 @@ class Keeper:
             tries=1 if described.port else START_TRIES,
             stop_s=STOP_S if described.kind == "engine" else DRAIN_S,
         )
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -103,22 +103,25 @@ class KeeperActor:
             folder=folder_of(cluster) / context.get_node_id()[:8],
             admin_key=msgspec.json.decode(desired, type=Desired).secrets.admin,
         )
-        self._loop = asyncio.new_event_loop()
-        Thread(target=self._loop.run_forever, daemon=True).start()
+        self._loop = _loop_in_a_thread()
         self._loop.call_soon_threadsafe(self._keeper.start)
 
     def status(self) -> Status:
         return self._keeper.status()
 
     def apply(self, described: Described) -> None:
-        asyncio.run_coroutine_threadsafe(self._keeper.apply(described.process, described.revision), self._loop).result()
+        """Returns at once: the status says when the process follows."""
+        self._loop.call_soon_threadsafe(self._keeper.follow, described.process, described.revision)
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._keeper.stop(), self._loop).result()
 
 
 class ControllerActor:
-    """Runs the controller of a cluster."""
+    """Runs the controller of a cluster, from the actor's start on: after a restart by Ray nobody may call it.
+
+    The controller has an event loop of its own, in a thread.
+    """
 
     def __init__(self, cluster: str) -> None:
         _log_to_stderr()
@@ -126,18 +129,21 @@ class ControllerActor:
         if stored is None:
             raise LLMServeError(f"there is no cluster {cluster} in the store")
         self._controller = Controller(RayMachines(cluster), msgspec.json.decode(stored, type=Desired))
-        self._running: asyncio.Task[None] | None = None
+        self._loop = _loop_in_a_thread()
+        self._running = asyncio.run_coroutine_threadsafe(self._controller.run(), self._loop)
 
-    async def start(self) -> None:
-        if self._running is None:
-            self._running = asyncio.create_task(self._controller.run())
+    def change(self, desired: Desired) -> None:
+        asyncio.run_coroutine_threadsafe(self._controller.change(desired), self._loop).result()
 
-    async def change(self, desired: Desired) -> None:
-        await self._controller.change(desired)
+    def report(self) -> dict[str, Any]:
+        report = asyncio.run_coroutine_threadsafe(self._controller.report(), self._loop).result()
+        return {**report, "ready": self._controller.is_ready}
 
-    async def report(self) -> dict[str, Any]:
-        await self.start()
-        return {**await self._controller.report(), "ready": self._controller.is_ready}
+
+def _loop_in_a_thread() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 class RayMachines:

@@ -12,13 +12,15 @@ requests over the share's weight. Of the shares that wait, the one with the smal
     prefixes    the share that was served last goes on, if its next prompt begins as the last one did, until it is ahead
                 by two such prompts: an engine computes the common beginning once (locality in the manner of DLPM:
                 Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025). So much is within VTC's bound.
+    elsewhere   what other schedulers have served a share is charged here, if the share waits here at that moment: only
+                who competes here can be ahead here
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0  # as in the paper's experiments, after the prices of hosted models
@@ -45,13 +47,14 @@ class Share:
     """served : its counter, weighted tokens over weight.  waiting : its requests that wait.  number : breaks ties
 
     among : the shares with which it competes.  prefixes : of the prompt that was started last
+    given : weighted tokens charged here, which other schedulers have not been told
     """
 
-    __slots__ = ("among", "name", "number", "prefixes", "served", "waiting", "weight")
+    __slots__ = ("among", "given", "name", "number", "prefixes", "served", "waiting", "weight")
 
     def __init__(self, name: str, number: int, among: FairShares) -> None:
         self.name, self.number, self.among = name, number, among
-        self.weight, self.served, self.waiting = 1.0, 0.0, 0
+        self.weight, self.served, self.given, self.waiting = 1.0, 0.0, 0.0, 0
         self.prefixes: tuple[int, ...] = ()
 
     def wait(self) -> None:
@@ -70,6 +73,11 @@ class Share:
 
     def charge(self, tokens: float) -> None:
         """Count service. tokens : weighted; negative when a charge was too high"""
+        self.given += tokens
+        self.count_elsewhere(tokens)
+
+    def count_elsewhere(self, tokens: float) -> None:
+        """Count service that another scheduler gave."""
         if self.waiting and self.among.contended:
             self.among.charge(self, tokens)
         else:
@@ -79,6 +87,7 @@ class Share:
         """Count the forecast service of a request that no longer waits, with the hashes of its prompt's prefixes."""
         among = self.among
         self.prefixes, among.last = prefixes, self
+        self.given += tokens
         if among.contended:
             among.charge(self, tokens)
         else:
@@ -167,6 +176,20 @@ class FairShares:
         del self._row[bisect_left(self._row, share.place)]
         share.served += tokens / share.weight
         insort(self._row, (*share.place, share))
+
+    def take_given(self) -> dict[str, float]:
+        """Weighted tokens that shares were served here, since the last call. What was charged too much is kept back."""
+        given = {share.name: share.given for share in self._shares.values() if share.given > 0.0}
+        for name in given:
+            self._shares[name].given = 0.0
+        return given
+
+    def serve_elsewhere(self, tokens: Mapping[str, float]) -> None:
+        """Charge those that wait here with what other schedulers have served them. tokens : weighted, by share"""
+        for name, served in tokens.items():
+            share = self._shares.get(name)
+            if share is not None and share.waiting:
+                share.count_elsewhere(served)
 
 
 NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet

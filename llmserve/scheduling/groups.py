@@ -22,6 +22,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Deadlines, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
@@ -96,6 +97,22 @@ class Groups:
         own = self.by_name[self.layout.group_of("", model)]
         candidates = [group.queues[model] for group in (own, *self) if model in group.queues]
         return candidates[0] if candidates else None
+
+    def served(self) -> list[tuple[tuple[str, ...], dict[str, float]]]:
+        """Weighted tokens by share that were served here since the last call, by the models that compete for engines.
+
+        Models whose shares were served nothing are in the list, too: others may have served the shares.
+        """
+        models: dict[FairShares, list[str]] = {}
+        for group in self:
+            for model, queues in group.queues.items():
+                models.setdefault(queues.fair, []).append(model)
+        return [(tuple(names), fair.take_given()) for fair, names in models.items()]
+
+    def serve_elsewhere(self, model: str, tokens: Mapping[str, float]) -> None:
+        """Charge the shares that compete for the model's engines. tokens : weighted, by share"""
+        for fair in {group.queues[model].fair for group in self if model in group.queues}:
+            fair.serve_elsewhere(tokens)
 
     # ---- engines ----
 

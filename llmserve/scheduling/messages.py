@@ -17,6 +17,7 @@ FailReason = Literal[
     "queue_full", "no_engine", "model_not_found", "draining", "deadline_exceeded", "engine_lost", "engine_failed"
 ]
 REVISIONS_MAX = 64  # forecasts in one ForecastsRevised, which bounds the work of its step
+SHARES_MAX = 256  # shares in one ServedElsewhere, for the same reason
 
 
 # ---- events ---------------------------------------------------------------------------------------------------
@@ -170,6 +171,20 @@ class Tuned(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, str | int | float]
 
 
+class ServedElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """What the servers of other groups have served the shares of a model: those that wait here are charged with it.
+
+    tokens : weighted (scheduling/fair.py), by share; of at most SHARES_MAX shares, else ValueError
+    """
+
+    model: str
+    tokens: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) > SHARES_MAX:
+            raise ValueError(f"{len(self.tokens)} shares are too many for one step: at most {SHARES_MAX}")
+
+
 class PlanChanged(msgspec.Struct, frozen=True, tag=True):
     """A new plan of serving groups. Running requests go on where they are; waiting requests move to their new group."""
 
@@ -191,6 +206,7 @@ Event = (
     | TimerFired
     | DispatchSolved
     | PlanChanged
+    | ServedElsewhere
     | Tuned
 )
 

@@ -43,6 +43,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServedElsewhere,
     ServingGroup,
     SolveDispatch,
     TimerFired,
@@ -134,6 +135,7 @@ class Scheduler:
             TimerFired: self._on_timer_fired,
             DispatchSolved: self._on_dispatch_solved,
             PlanChanged: self._on_plan_changed,
+            ServedElsewhere: lambda event: self.groups.serve_elsewhere(event.model, event.tokens),
             Tuned: self._on_tuned,
         }
 
@@ -229,8 +231,7 @@ class Scheduler:
             self._book.drop(queued)
 
     def _on_answer_began(self, event: AnswerBegan) -> None:
-        queued = self.requests.get(event.request_id)
-        if queued is not None:
+        if (queued := self.requests.get(event.request_id)) is not None:
             self._book.touch(self._book.group_of(queued))
             if queued.run is not None:
                 queued.run.began = True

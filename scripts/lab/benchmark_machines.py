@@ -73,7 +73,7 @@ async def kills(args: Any) -> dict[str, Any]:
     kinds = [(args.kinds or KINDS)[number % len(args.kinds or KINDS)] for number in range(args.count)]
     rng.shuffle(kinds)
     rows = []
-    with nodes(NODES, CPUS) as ray_nodes:
+    with nodes(NODES, CPUS, args.logs) as ray_nodes:
         doors = _up(ray_nodes)
         clients = Clients(doors, MODELS, args.rate, args.seed)
         clients.start()
@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of groups and hop")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each load, of groups and hop")
     parser.add_argument("--stop-after-s", type=float, help="begin no further kill after this time")
+    parser.add_argument("--logs", type=Path, help="of kills: folder for the logs of Ray and of all processes")
     add_results(parser)
     args = parser.parse_args()
     args.began_s = time.monotonic()

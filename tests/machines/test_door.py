@@ -12,6 +12,7 @@ from batch_client import client_of, create, ended, jsonl, request
 from front import Front, StartFront, until
 
 from llmserve.cluster.calls import line_now
+from llmserve.engines.engine_process import free_port
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.request import Call, Request
@@ -170,6 +171,29 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
     assert {request.engine for request in ends(door)} == {
         front.url.removeprefix("http://") for front in (first, second)
     }
+
+
+async def test_requests_wait_for_a_group_whose_engines_have_not_come(
+    start_front: StartFront, group_server: ServerConfig
+) -> None:
+    late = free_port()
+    async with FakeEngine(step_s=0.001) as fake:
+        other = await start_front(fake, server=group_server)
+        engines = EngineConfig(engine=(f"http://127.0.0.1:{late}",))
+        group = await start_front(engines=engines, server=group_server, wait=False)
+        door = await start_door(start_front, other, group, wait=False)
+        await until(lambda: set(door.cluster.models) == {"fake"})
+        asking = asyncio.ensure_future(_status_of(door, model="late"))
+        await asyncio.sleep(0.3)
+        assert not asking.done(), "a group may be about to serve this model"
+        async with FakeEngine(step_s=0.001, model="late", port=late):
+            assert await asking == 200
+
+
+async def _status_of(front: Front, **fields: Any) -> int:
+    async with front.post(max_tokens=1, **fields) as response:
+        await response.read()
+        return int(response.status)
 
 
 @pytest.mark.parametrize("engine", [("embedded",), ()])

@@ -83,6 +83,12 @@ def test_up_serves_what_is_killed_comes_back_and_down_leaves_nothing(llmserve: L
     assert after["chat-0"]["pid"] == before["chat-0"]["pid"], "engines go on, and are taken again"
     assert "group-all" in llmserve("status", "test")
 
+    engines = [psutil.Process(after[name]["pid"]).parent() for name in ("chat-0", "chat-1")]
+    actors = engines[0].parent().children()
+    for actor in (*[actor for actor in actors if "ControllerActor" in str(actor.cmdline())], *engines):
+        actor.kill()
+    assert chat(port)["usage"]["completion_tokens"] == 4, "the controller goes on, although nobody asks it"
+
     file.write_text(FILE.replace("{port}", str(port)).replace("replicas = 2", "replicas = 1"))
     llmserve("up", str(file))
     until_s = time.monotonic() + 60

@@ -19,15 +19,16 @@ from fleet.layout import Deaths, GroupPlace, Span
 from fleet.traffic import Sent
 from llmserve.cluster.simulated import EngineModel, SimulatedCluster
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.fair import cost
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import (
+    SHARES_MAX,
     Action,
     EngineLost,
     EngineReady,
     Event,
     FailRequest,
     RequestEnded,
+    ServedElsewhere,
     StartBatch,
 )
 from llmserve.scheduling.scheduler import Scheduler
@@ -66,7 +67,7 @@ class Report(msgspec.Struct):
     ended    requests that ended here
     again    ids of requests without a byte, which their doors send to another group
     present  requests that wait or run; slots : of its living engines; 0: the group is down
-    served   weighted tokens by key, since the last round; negative where a charge was too high
+    served   weighted tokens by key, since the last round
     """
 
     group: int
@@ -149,7 +150,6 @@ class GroupProcess:
         )
         self._lengths: dict[int, float] = {}
         self._started: dict[int, float] = {}
-        self._charged: dict[int, tuple[str, float]] = {}  # (key, weighted tokens) of each started request
         self._report = Report(place.index)
         self._engines: list[MortalEngine] = []
         self._cluster: SimulatedCluster | None = None
@@ -158,8 +158,8 @@ class GroupProcess:
     def round(self, until_s: float, sent: Sequence[Sent], elsewhere: Mapping[str, float]) -> Report:
         """The time until `until_s`, with these arrivals. elsewhere : weighted tokens by key, of other groups"""
         report = self._report = Report(self.place.index, [], [], served={})
-        if self._cluster is not None:
-            tell(self._cluster.scheduler, elsewhere)
+        if self._cluster is not None and elsewhere:
+            tell(self._cluster, self._models[0], elsewhere)
         for item in sent:
             self._pass(item.at_s)
             if self._cluster is None:  # the connection is refused
@@ -169,6 +169,8 @@ class GroupProcess:
                 self._cluster.arrive(item.request)
         self._pass(until_s)
         if self._cluster is not None:
+            for _, served in self._cluster.scheduler.groups.served():
+                report.served |= served  # all models share the engines
             report.present = len(self._cluster.scheduler.requests)
             report.slots = sum(engine.info.slots for engine in self._engines if not engine.down)
         return report
@@ -221,20 +223,13 @@ class GroupProcess:
         for action in actions:
             if isinstance(action, StartBatch):
                 for request in action.batch.requests:
-                    self._charge(request, now_s)
+                    self._started[request.id] = now_s
             elif isinstance(action, FailRequest):
                 if action.reason in RETRIED:
                     self._leave(action.request_id)
                     self._report.again.append(action.request_id)
                 else:
                     self._end(action.request_id, now_s, OUTCOMES.get(action.reason, "refused"), 0.0)
-
-    def _charge(self, request: Request, now_s: float) -> None:
-        self._started[request.id] = now_s
-        if request.id not in self._charged:  # a request that starts again was charged at its first start
-            tokens = cost(request.prompt_tokens, request.predicted_tokens or 0.0)
-            self._charged[request.id] = (request.share, tokens)
-            self._serve(request.share, tokens)
 
     def _end(self, request_id: int, at_s: float, outcome: Outcome, tokens: float) -> None:
         self._report.ended.append(Ended(request_id, at_s, outcome, tokens, self._started.get(request_id)))
@@ -243,19 +238,13 @@ class GroupProcess:
     def _leave(self, request_id: int) -> None:
         self._lengths.pop(request_id, None)
         self._started.pop(request_id, None)
-        self._charged.pop(request_id, None)
-
-    def _serve(self, key: str, tokens: float) -> None:
-        served = self._report.served
-        served[key] = served.get(key, 0.0) + tokens
 
 
-def tell(scheduler: Scheduler, elsewhere: Mapping[str, float]) -> None:
-    """Charge the shares of this scheduler with what other groups have served them. All its models share engines."""
-    queues = next(iter(scheduler.models.values()), None)
-    if queues is not None:
-        for key, tokens in elsewhere.items():
-            queues.fair.of(key, 1.0).charge(tokens)
+def tell(cluster: SimulatedCluster, model: str, elsewhere: Mapping[str, float]) -> None:
+    """Tell a group what others have served, as its server is told (api/peers.py)."""
+    rows = list(elsewhere.items())
+    for start in range(0, len(rows), SHARES_MAX):
+        cluster.notify(ServedElsewhere(model, dict(rows[start : start + SHARES_MAX])), cluster.now_s)
 
 
 def _time_steps(scheduler: Scheduler, step_ns: array[int]) -> None:

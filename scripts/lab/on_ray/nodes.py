@@ -103,7 +103,8 @@ def node_address() -> str:
 
 
 @contextlib.contextmanager
-def nodes(workers: int, cpus: int) -> Iterator[Nodes]:
+def nodes(workers: int, cpus: int, logs: Path | None = None) -> Iterator[Nodes]:
+    """logs : folder to which the logs of Ray and of the processes are copied at the end; None: they are lost"""
     folder = Path(tempfile.mkdtemp(prefix="llmserve-lab-"))
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     cluster = Nodes(folder, workers, cpus)
@@ -111,4 +112,7 @@ def nodes(workers: int, cpus: int) -> Iterator[Nodes]:
         yield cluster
     finally:
         cluster.close()
+        if logs is not None:
+            shutil.copytree(folder / "session_latest" / "logs", logs / "ray", dirs_exist_ok=True)
+            shutil.copytree(folder / "state", logs / "processes", dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

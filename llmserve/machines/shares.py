@@ -1,0 +1,48 @@
+"""What shares are served, told between the groups that serve the same model once a second: fair shares of all of them.
+
+Each group tells what it has served, and is told what the others have, so that its counter of a share that waits there
+grows with the service of all. What is told was served at most one exchange ago: until then a share can be ahead by what
+the other groups serve it in that time. A group that does not answer hears nothing, and its own part of an exchange is
+told later, or is lost with it. Without a controller each group is fair by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from llmserve.api.peers import Served
+
+
+class Shares:
+    """Collects what groups have served since it was last dealt."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, Sequence[Served]] = {}
+
+    def heard(self, group: str, served: Sequence[Served]) -> None:
+        self._heard[group] = served
+
+    def deal(self) -> dict[str, tuple[Served, ...]]:
+        """What each group is told, by group: of each set of models that share engines, the service elsewhere.
+
+        Two sets compete if they have a model in common.
+        """
+        heard, self._heard = self._heard, {}
+        by_model: dict[str, list[tuple[str, Served]]] = {}
+        for group, sets in heard.items():
+            for served in sets:
+                for model in served.models:
+                    by_model.setdefault(model, []).append((group, served))
+        return {
+            group: tuple([told for served in sets if (told := _elsewhere(group, served, by_model)).tokens])
+            for group, sets in heard.items()
+        }
+
+
+def _elsewhere(group: str, own: Served, by_model: Mapping[str, Sequence[tuple[str, Served]]]) -> Served:
+    others = {id(served): served for model in own.models for other, served in by_model[model] if other != group}
+    tokens: Counter[str] = Counter()
+    for served in others.values():
+        tokens.update(served.tokens)
+    return Served(own.models, dict(tokens))
