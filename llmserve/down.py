@@ -1,5 +1,7 @@
 """Stop a cluster: doors refuse new requests and end those in flight, then groups and engines end.
 
+Whatever does not end is killed, so that the command ends within --drain-s and half a minute.
+
 The Ray that `llmserve up` has started is stopped, too; a Ray given by --address goes on.
 """
 
@@ -12,6 +14,9 @@ from llmserve import cluster_address
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster_address.add_arguments(parser)
+    parser.add_argument(
+        "--drain-s", type=float, default=45.0, metavar="X", help="longest time for requests in flight (default 45)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -20,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
 
     from llmserve.machines import local_ray, on_ray
 
-    on_ray.take_down(args.name)
+    on_ray.take_down(args.name, args.drain_s)
     ray.shutdown()
     state = on_ray.folder_of(args.name)
     if args.address is None and (own := local_ray.running(state)) is not None:

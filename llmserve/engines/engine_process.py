@@ -18,6 +18,7 @@ from pathlib import Path
 
 from llmserve.engines import supervisor
 from llmserve.engines.connecting import HttpError
+from llmserve.engines.hanging import hang
 from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
 
@@ -74,6 +75,7 @@ class EngineProcess:
     stop_s       between SIGTERM and SIGKILL
     tries        of the first start, each on another port
     stable_s     a process that has run for so long is restarted after the first pause again
+    hung_s       a process whose GET /health gives no answer of any status for so long is killed and restarted; 0: never
 
     healthy      whether the process runs, and GET /health has answered since its start
     restarts     after an unexpected end.  last_end : how the process ended last, in a line; "": it has not
@@ -92,10 +94,11 @@ class EngineProcess:
         stable_s: float = STABLE_S,
         tries: int = START_TRIES,
         stop_s: float = STOP_S,
+        hung_s: float = 0.0,
     ) -> None:
         self.name = name
         self.healthy, self.restarts, self.last_end = False, 0, ""
-        self._stable_s, self._tries, self._stop_s = stable_s, tries, stop_s
+        self._stable_s, self._tries, self._stop_s, self._hung_s = stable_s, tries, stop_s, hung_s
         self.port = port or free_port()
         self._command = command
         self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
@@ -151,8 +154,12 @@ class EngineProcess:
                 if not self._stopped:
                     self._watcher = asyncio.create_task(self._keep_running())
 
-    async def stop(self) -> None:
-        """Stop the process (SIGTERM, then SIGKILL) and all its children. No effect when the process has ended."""
+    async def stop(self, within_s: float | None = None) -> None:
+        """Stop the process (SIGTERM, then SIGKILL) and all its children. No effect when the process has ended.
+
+        within_s : between the two signals, instead of `stop_s`
+        """
+        self._stop_s = self._stop_s if within_s is None else within_s
         self._stopped = True  # a restart in progress reads this flag
         async with self._ending_lock:
             await self._stop_watcher()
@@ -263,12 +270,12 @@ class EngineProcess:
         pause_s, longest_s = RESTART_PAUSE_S
         while True:
             since_s = time.monotonic()
-            await self._wait_ended(0.25)
-            self.healthy, self.last_end = False, self._ending()
+            hung = await self._end_or_hang()
+            self.healthy, self.last_end = False, hung or self._ending()
             self.restarts += 1
             if time.monotonic() - since_s >= self._stable_s:
                 pause_s = RESTART_PAUSE_S[0]
-            failure: str | None = self._failure(f"{self._ending()}; restarting in {pause_s:.1f} s")
+            failure: str | None = self._failure(f"{self.last_end}; restarting in {pause_s:.1f} s")
             while failure is not None:
                 log.error("%s", failure)
                 self._kill_group()
@@ -280,6 +287,21 @@ class EngineProcess:
                 except EngineStartError as error:
                     failure = f"{error}\n    restarting in {pause_s:.1f} s"
             log.warning("%s is up again", self.name)
+
+    async def _end_or_hang(self) -> str:
+        """Wait until the process ends, or hangs and is killed: then return this in words."""
+        ending = asyncio.create_task(self._wait_ended(0.25))
+        waited = {ending, asyncio.create_task(hang(self.url, self._hung_s))} if self._hung_s else {ending}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waited:
+                task.cancel()
+        if ending.done():
+            return ""
+        self._kill_group()
+        await self._wait_ended(0.02)
+        return f"was killed, for it had not answered /health for {self._hung_s:g} s"
 
     async def _stop_watcher(self) -> None:
         if self._watcher is not None:

@@ -30,6 +30,7 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kind     vllm, embedded, timed (no model: for trials), or command
     model    vllm: folder or hub id; timed: name of the model; embedded: folder, "" for the demo model
     worker   engines of the same worker share its GPUs: replica i of each is on worker WORKER-i; "": the engine's own
+    start_s  longest start.  hung_s : a replica that does not answer GET /health for so long is started again; 0: never
     gpus, cpus  of each replica.  args : further arguments.  command : words, with {host}, {port}
     """
 
@@ -44,6 +45,7 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     command: tuple[str, ...] = ()
     python: str | None = None
     start_s: float = 600.0
+    hung_s: NotNegative = 30.0
 
     def worker_of(self, number: int) -> str:
         return f"{self.worker or self.name}-{number}"

@@ -1,4 +1,4 @@
-"""Runs one process of a cluster on its node: writes its files, starts it, restarts it when it ends, reloads it.
+"""Runs one process of a cluster on its node: writes its files, starts and reloads it, restarts it if it ends or hangs.
 
 The process ends with its keeper, even when the keeper is killed: whoever starts the keeper again, perhaps on another
 node, never finds an old process beside the new one.
@@ -114,12 +114,15 @@ class Keeper:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    async def stop(self) -> None:
-        """Stop the process; a server ends its running requests first, for as long as its settings say."""
+    async def stop(self, within_s: float | None = None) -> None:
+        """Stop the process; a server ends its running requests first, for as long as its settings say.
+
+        within_s : after which the process is killed; None: DRAIN_S for a server, STOP_S for an engine
+        """
         self._state = "stopped"
         for task in (self._changing, self._starting):
             await _cancelled(task)
-        await self._process.stop()
+        await self._process.stop(within_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- changes ----
@@ -214,6 +217,7 @@ class Keeper:
             stable_s=STABLE_S,
             tries=1 if described.port else START_TRIES,
             stop_s=STOP_S if described.kind == "engine" else DRAIN_S,
+            hung_s=described.hung_s,
         )
 
 

@@ -20,7 +20,7 @@ import msgspec
 from llmserve.engines.engine_process import free_port
 from llmserve.errors import NoAnswer
 
-START_S, STOP_S = 120.0, 30.0
+START_S, STOP_S = 120.0, 10.0
 LOST_AFTER = {  # a node that refuses three connections in 1.5 s is lost, and one that is silent for half a minute
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",

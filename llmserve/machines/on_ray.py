@@ -34,12 +34,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from llmserve.errors import LLMServeError, NoAnswer
 from llmserve.machines.controller import DESIRED, Controller, Described, Desired, process_key, seen_key
-from llmserve.machines.keeper import Keeper, Status
+from llmserve.machines.keeper import DRAIN_S, Keeper, Status
 from llmserve.machines.processes import Process, Worker
 
 CONTROLLER = "controller"
 STATUS_S = 1.5  # longest answer of a keeper
-STOP_S = 120.0
+EMPTY_S = 5.0  # for a group or an engine to stop, when it has no request
+KILLED_S = 5.0  # after the time that a process has to stop
 HEAD_RESOURCE = "node:__internal_head__"
 KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
@@ -113,8 +114,8 @@ class KeeperActor:
         """Returns at once: the status says when the process follows."""
         self._loop.call_soon_threadsafe(self._keeper.follow, described.process, described.revision)
 
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._keeper.stop(), self._loop).result()
+    def stop(self, within_s: float) -> None:
+        asyncio.run_coroutine_threadsafe(self._keeper.stop(within_s), self._loop).result()
 
 
 class ControllerActor:
@@ -230,11 +231,12 @@ class RayMachines:
         except (RayError, TimeoutError, ValueError):
             return None
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, within_s: float = DRAIN_S) -> None:
+        """within_s : after which the process is killed"""
         with contextlib.suppress(RayError, TimeoutError, ValueError):
             actor = await self._actor(name)
             with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(_awaited(actor.stop.remote()), STOP_S)
+                await asyncio.wait_for(_awaited(actor.stop.remote(within_s)), within_s + KILLED_S)
             await asyncio.to_thread(ray.kill, actor)
         self._actors.pop(name, None)
 
@@ -303,22 +305,32 @@ def report_of(cluster: str, within_s: float = 30.0) -> dict[str, Any]:
         raise NoAnswer(f"the controller of cluster {cluster} does not answer: {error}") from error
 
 
-def take_down(cluster: str) -> None:
-    """Stop the controller, then every process: doors first, which end their requests, then groups, then engines."""
+def take_down(cluster: str, drain_s: float = DRAIN_S) -> None:
+    """Stop the controller, then every process: doors first, which end their requests, then groups and engines.
+
+    drain_s : of the doors' requests. Whatever has not stopped by then is killed: so the end comes within drain_s and
+    some twenty seconds.
+    """
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(CONTROLLER, namespace_of(cluster)))
-    asyncio.run(_remove_all(RayMachines(cluster)))
+    asyncio.run(_remove_all(RayMachines(cluster), drain_s))
     for row in placement_group_table().values():
         if row["name"].startswith(f"{namespace_of(cluster)}/") and row["state"] != "REMOVED":
             remove_placement_group(get_placement_group(row["name"]))
     save(cluster, DESIRED, None)
 
 
-async def _remove_all(machines: RayMachines) -> None:
+async def _remove_all(machines: RayMachines, drain_s: float) -> None:
     names = await machines.names()
-    rest = {name for name in names if not name.startswith(("door-", "group-"))}
-    for part in ({n for n in names if n.startswith("door-")}, {n for n in names if n.startswith("group-")}, rest):
-        await asyncio.gather(*(machines.remove(name) for name in part))
+    doors = {name for name in names if name.startswith("door-")}
+    # Without doors nothing is in flight behind them.
+    for part, within_s in ((doors, drain_s), (set(names) - doors, EMPTY_S)):
+        await asyncio.gather(*(_removed(machines, name, within_s) for name in part))
         for name in part:
             for key in (process_key(name), seen_key(name)):
                 await machines.save(key, None)
+
+
+async def _removed(machines: RayMachines, name: str, within_s: float) -> None:
+    """A keeper that does not answer has not been placed, or has lost its node: nobody waits for it."""
+    await machines.remove(name, within_s if await machines.status(name) is not None else 0.0)

@@ -46,6 +46,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     host         address to listen on; None: all addresses of the node, on loopback where the node's is
     port         0: any free one
     worker, gpus, cpus  the worker whose resources the process uses, and how much of them; "": none
+    hung_s       a process that does not answer GET /health for so long is killed and started again; 0: never
     near         workers on whose node the process should run
     """
 
@@ -57,6 +58,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     port: int = 0
     start_s: float = 600.0
+    hung_s: float = 15.0
     worker: str = ""
     gpus: float = 0.0
     cpus: float = 0.0
@@ -99,6 +101,7 @@ def engines_of(file: ClusterFile, secrets: Secrets) -> dict[str, Process]:
                 environment=environment,
                 host=file.host,
                 start_s=engine.start_s,
+                hung_s=engine.hung_s,
                 worker=worker,
                 gpus=engine.gpus / len(engines),
                 cpus=_cpus(engine),

@@ -202,6 +202,19 @@ async def test_a_killed_engine_comes_back_on_its_port_and_that_is_logged(
     assert "vllm-0 was ended by SIGKILL; restarting in 0.5 s\n    I am nobody" in caplog.text
 
 
+async def test_an_engine_that_hangs_is_killed_and_comes_back(started: Callable[..., Any]) -> None:
+    process = await started(engine(SERVER, hung_s=0.9))
+    hung = server_of(process)
+    hung.suspend()
+    async with asyncio.timeout(30):
+        while not process.restarts or not process.healthy:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
+    assert process.last_end == "was killed, for it had not answered /health for 0.9 s"
+    await asyncio.sleep(2.0)
+    assert process.restarts == 1, "an engine that answers is left alone"
+
+
 async def test_an_engine_whose_supervisor_is_killed_leaves_no_process_and_comes_back(
     started: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
