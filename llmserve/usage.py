@@ -71,6 +71,12 @@ class KeyUsage:
         for counter, value in zip(self._row(key, model).values(), values, strict=True):
             counter.value += value
 
+    def joules_per_token(self, model: str) -> float | None:
+        """Mean joules of an output token of a model so far; None: no answer was metered."""
+        rows = [row for (_, name), row in self._rows.items() if name == model]
+        tokens, joules = [sum([row[name].value for row in rows]) for name in ("output_tokens", "joules")]
+        return joules / tokens if self.meter is not None and tokens else None
+
     def _row(self, key: str, model: str) -> dict[str, Counter]:
         """The counters of a key and model. After KEYS_MAX keys, further ones share OTHER, as do unknown models."""
         if key not in self._keys:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
@@ -17,6 +18,8 @@ from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import RequestError, Unauthorized, Unavailable, model_not_found
+from llmserve.jobs.estimates import Work
+from llmserve.jobs.validation import ANSWER_TOKENS
 from llmserve.request import Call, Request
 
 CLOCK_S = 1.0  # a change of the time of day that counts
@@ -24,6 +27,11 @@ CLOCK_S = 1.0  # a change of the time of day that counts
 
 class Answered(Protocol):
     """Hears how a line ended; see jobs/runner.py."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether the line is still to run: False, once it was taken back."""
+        ...
 
     def answered(self, status: int, request_id: str, body: bytes) -> None: ...
 
@@ -57,6 +65,43 @@ class LineDoor:
         line = Request(0, model=model, share=self._share(account), weight=account.policy.weight)
         return self._cluster.scheduler.background.tokens_per_s(line)
 
+    async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
+        """What these lines will take, by what the server knows of prompts, answers, prices and energy."""
+        works = [work for body in bodies if (work := await self._work_of(key, path, body)) is not None]
+        if not works:
+            return None
+        return Work(
+            works[0].model,
+            sum([work.prompt_tokens for work in works]),
+            sum([work.output_tokens for work in works]),
+            _sum([work.money for work in works]),
+            _sum([work.joules for work in works]),
+        )
+
+    async def _work_of(self, key: str, path: str, body: bytes) -> Work | None:
+        try:
+            call = self._parser.parse(path, body, MappingProxyType[str, str]({}))
+        except RequestError:
+            return None
+        call = replace(call, prompt=replace(call.prompt, sender=key))
+        cluster, usage = self._cluster, self._key_limits.usage
+        length = await cluster.lengths.expected(call, cluster.models.get(call.model))
+        if length is None:
+            queues = cluster.scheduler.models.get(call.model)
+            seen = queues is not None and queues.service.answers > 0
+            length = queues.service.tokens_mean if queues is not None and seen else float(ANSWER_TOKENS)
+            length = min(length, call.output_tokens_max or math.inf)
+        prompt_tokens, tokens = cluster.prompt_tokens.estimate(call), call.choices * length
+        price = self._key_limits.prices.get(call.model)
+        joules = usage.joules_per_token(call.model) if usage is not None else None
+        return Work(
+            call.model,
+            prompt_tokens,
+            tokens,
+            price.of(prompt_tokens, tokens) if price is not None else None,
+            tokens * joules if joules is not None else None,
+        )
+
     def _account(self, key: str) -> Account | None:
         return next((account for account in self._key_limits.accounts if account.name == key), None)
 
@@ -74,6 +119,8 @@ class LineDoor:
         parse = self._parser.parse_large if self._parser.is_large(body) else None
         headers = MappingProxyType[str, str]({})
         call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
+        if not client.is_in_flight:  # its window has closed, or its batch was cancelled
+            return lambda: None
         call = self._as_line(call, account, self._deadline_s(expires_at), after_tokens)
         self._check_served(call)
         if call.form is not COMPLETION:
@@ -115,6 +162,12 @@ class LineDoor:
         if not account.budgets and self._key_limits.usage is None:
             return None
         return _LineCharge(account, model)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _began_at(cluster: LiveCluster) -> float:

@@ -111,6 +111,19 @@ class AnswerLengths:
         self.sources[forecast.source or "none"] += 1
         return _rounded(forecast)
 
+    async def expected(self, call: Call, model: ServedModel | None) -> float | None:
+        """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""
+        most = _most(call, model)
+        if not call.choices or self._forecaster is None:
+            return None if call.choices else 0.0
+        limits = {"least": call.output_tokens_min, "most": most}
+        forecast: LengthForecast | None = self._forecaster.forecast_now(call.prompt, **limits)
+        if forecast is None:
+            forecast = await self._forecaster.forecast(call.prompt, **limits)
+        assert forecast is not None, "a forecaster that is asked has a forecast"
+        lengths = forecast.lengths
+        return sum(lengths) / len(lengths) if lengths else forecast.median
+
     def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
         """As `predict`, by what was learnt since; None: the forecast stays, and a client's own always does."""
         if self._reviser is None or in_flight.forecast is None:

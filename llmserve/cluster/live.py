@@ -96,11 +96,11 @@ class LiveCluster:
         self.fleet = Fleet(
             engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
         )
-        self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
+        self.prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self.routes = Routes(self.fleet)
         self._calls = RunningCalls(
             suspect=self.fleet.suspect,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             no_endpoint=self.routes.no_endpoint,
             on_named=self.routes.note,
             on_began=self._began,
@@ -205,7 +205,7 @@ class LiveCluster:
     def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
         call = in_flight.call
         by_prefix = bool(call.share) or self.fleet.engines_of(call.model) > 1
-        prompt_tokens = round(self._prompt_tokens.estimate(call), 1)
+        prompt_tokens = round(self.prompt_tokens.estimate(call), 1)
         in_flight.request = request_of(in_flight, forecast, prompt_tokens, self._secret, by_prefix=by_prefix)
         if in_flight.charge is None:
             self._step(RequestArrived(in_flight.request))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from llmserve.scheduling.rates import LineRate
 
 LINES_MAX = 256  # of all jobs, in the queue or on engines, beside the engines' slots
+FACTOR_LINES = 16.0  # answers as many as which the first guess of their lengths counts
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
 LAST_SHARE_MOST = 0.5  # of a job's lines, the shortest, which run last
 
@@ -60,14 +61,24 @@ class Forecast(NamedTuple):
 
 class _Job:
     """deadline_s : end of its window.  turn : among jobs, ascending.  tokens : of all its lines that have not ended.
-    waiting_tokens : of those that wait
+    waiting_tokens : of those that wait.  factor : of real lengths over forecasts, as the job's answers tell
     """
 
-    def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged) -> None:
+    def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged, factor: float) -> None:
         self.id, self.deadline_s, self.turn = job_id, deadline_s, (deadline_s, number)
         self._lines, self._next = lines, 0
         self._again: list[tuple[int, float]] = []  # lines that came back; the last is the next
         self.tokens = self.waiting_tokens = sum(lines.tokens)
+        self._expected = FACTOR_LINES * self.tokens / len(lines.tokens)  # of answers that count as seen at the start
+        self._real = factor * self._expected
+
+    @property
+    def factor(self) -> float:
+        return self._real / self._expected if self._expected else 1.0
+
+    def observe(self, expected: float, tokens: float) -> None:
+        """Note the real length of an answer."""
+        self._expected, self._real = self._expected + expected, self._real + tokens
 
     @property
     def waits(self) -> bool:
@@ -114,11 +125,14 @@ class Feeder:
         """Whether a job has lines that have not ended."""
         return job_id in self._jobs
 
-    def add(self, job_id: str, deadline_s: float, lines: Arranged) -> None:
-        """Take a job with the lines that have no result yet. deadline_s : end of its window"""
+    def add(self, job_id: str, deadline_s: float, lines: Arranged, *, factor: float = 1.0) -> None:
+        """Take a job with the lines that have no result yet.
+
+        deadline_s : end of its window.  factor : of likely real lengths over the forecasts
+        """
         if lines.numbers:
             self._added += 1
-            self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines)
+            self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines, factor)
 
     def remove(self, job_id: str) -> list[int]:
         """Forget a job. Returns its lines that are in the queue or run."""
@@ -138,7 +152,7 @@ class Feeder:
             while room > 0 and job.waits:
                 number, tokens = job.take()
                 self._in_queue[job.id, number] = tokens
-                handed.append(Handed(job.id, number, max(0.0, job.waiting_tokens)))
+                handed.append(Handed(job.id, number, max(0.0, job.factor * job.waiting_tokens)))
                 room -= 1
         self._rate.note(now_s, 0.0, busy=bool(self._in_queue))
         return handed
@@ -156,6 +170,8 @@ class Feeder:
             return
         job = self._jobs[job_id]
         job.tokens -= expected
+        if tokens:
+            job.observe(expected, tokens)
         self._rate.note(now_s, tokens, busy=True)
         if not (job.waits or any(other == job_id for other, _ in self._in_queue)):
             del self._jobs[job_id]
@@ -175,13 +191,24 @@ class Feeder:
         """
         job = self._jobs[job_id]
         before = [other for other in self._jobs.values() if other.turn <= job.turn]
-        tokens = sum([other.tokens for other in before])
+        return self._ends(
+            job.deadline_s, sum([other.factor * other.tokens for other in before]), now_s, tokens_per_s_most
+        )
+
+    def forecast_new(self, deadline_s: float, tokens: float, now_s: float, tokens_per_s_most: float) -> Forecast:
+        """As `forecast`, of a job that is about to be added. tokens : of all its lines"""
+        before = [other for other in self._jobs.values() if other.deadline_s <= deadline_s]
+        tokens += sum([other.factor * other.tokens for other in before])
+        return self._ends(deadline_s, tokens, now_s, tokens_per_s_most)
+
+    def _ends(self, deadline_s: float, tokens: float, now_s: float, tokens_per_s_most: float) -> Forecast:
+        """tokens : of a job and all before it"""
         least_s = now_s + (tokens / tokens_per_s_most if tokens_per_s_most > 0 else math.inf)
         rate = self._rate.tokens_per_s
         likely_s = least_s if rate is None else now_s + (tokens / rate if rate > 0 else math.inf)
-        if likely_s > job.deadline_s:
-            likely_s = max(job.deadline_s, least_s)
-        return Forecast(max(likely_s, least_s), least_s <= job.deadline_s)
+        if likely_s > deadline_s:
+            likely_s = max(deadline_s, least_s)
+        return Forecast(max(likely_s, least_s), least_s <= deadline_s)
 
 
 def arranged(lines: Shapes, *, barrier: bool, slots: int) -> Arranged:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from llmserve.jobs.contract import BatchRow
+from llmserve.jobs.estimates import Work
 from llmserve.jobs.feeding import Shapes
 from llmserve.jobs.lines import is_expired, model_of, number_of
 from llmserve.jobs.recorder import Account
@@ -51,6 +53,7 @@ class Job:
     waiting    numbers of the lines that are neither in flight nor have a result
     in_flight  lines that were chosen to start, and have no answer yet
     expired    lines whose result says that they were not executed in time
+    work       what all lines will take, by their beginning; None: unknown
     open       whether lines may start
     changed    set when somebody must look at the batch again
     """
@@ -65,6 +68,7 @@ class Job:
         self.recording = 0  # lines whose result is not safe yet
         self.expired = 0
         self.tries: Counter[int] = Counter()
+        self.work: Work | None = None
         self.open = False
         self.changed = asyncio.Event()
 
@@ -93,9 +97,19 @@ class Job:
         assert self.loaded is not None, "lines of a job that is not loaded"
         numbers = np.fromiter(self.waiting, np.int64, len(self.waiting))
         records = self.loaded.index[numbers]
-        tokens = records["output_tokens_max"].astype(np.float64)
-        tokens[tokens == 0] = ANSWER_TOKENS
-        return Shapes(numbers, tokens, records["prefix"])
+        return Shapes(numbers, _tokens(records), records["prefix"])
+
+    @property
+    def factor(self) -> float:
+        """Of the likely lengths of all answers over those of `shapes`."""
+        assert self.loaded is not None, "lines of a job that is not loaded"
+        return self.work.output_tokens / float(_tokens(self.loaded.index).sum()) if self.work is not None else 1.0
+
+
+def _tokens(records: Index) -> npt.NDArray[np.float64]:
+    tokens = records["output_tokens_max"].astype(np.float64)
+    tokens[tokens == 0] = ANSWER_TOKENS
+    return tokens
 
 
 def load(folder: Path, index: Path, part: Part, segments: Iterable[Segment]) -> Loaded:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from llmserve.errors import DeadlineExceeded, RequestError
+from llmserve.jobs.estimates import Forecaster, Work
 from llmserve.jobs.feeding import Feeder, Forecast, arranged
 from llmserve.jobs.job import Job, read_lines
 from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, read_line, refusal_row
@@ -30,12 +31,17 @@ Outcome = Literal["completed", "failed", "expired"]
 class Answered(Protocol):
     """Hears how a line ended: once, unless the line is cancelled."""
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether the line is still to run: False, once it was taken back."""
+        ...
+
     def answered(self, status: int, request_id: str, body: bytes) -> None: ...
 
     def refused(self, error: RequestError, request_id: str) -> None: ...
 
 
-class Door(Protocol):
+class Door(Forecaster, Protocol):
     """Where lines enter the server's queue, as ordinary requests do."""
 
     @property
@@ -60,7 +66,7 @@ class Door(Protocol):
     async def submit(
         self, key: str, path: str, body: bytes, client: Answered, *, expires_at: int, after_tokens: float
     ) -> Callable[[], None]:
-        """Queue a line. Returns what cancels it. Raises RequestError.
+        """Queue a line, unless it was taken back meanwhile. Returns what cancels it. Raises RequestError.
 
         expires_at : end of its window, unix time
         after_tokens : output tokens of the lines of its job that follow it, by their forecasts
@@ -118,7 +124,7 @@ class LineFeed:
             lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier, slots=slots))
             if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
                 return
-            self._feeder.add(job.id, job.expires_at, lines)
+            self._feeder.add(job.id, job.expires_at, lines, factor=job.factor)
         self._wake.set()
 
     def stop(self, job: Job) -> None:
@@ -133,6 +139,11 @@ class LineFeed:
             return None
         tokens_per_s = self._door.tokens_per_s(job.key, job.loaded.model)
         return self._feeder.forecast(job.id, self._clock(), tokens_per_s)
+
+    def forecast_new(self, key: str, expires_at: float, work: Work) -> Forecast:
+        """When a batch ends whose lines are not known yet."""
+        tokens_per_s = self._door.tokens_per_s(key, work.model)
+        return self._feeder.forecast_new(expires_at, work.output_tokens, self._clock(), tokens_per_s)
 
     async def run(self) -> None:
         while True:

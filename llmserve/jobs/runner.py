@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from llmserve.jobs import job as jobs_of
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, LineError, Status
+from llmserve.jobs.estimates import Estimates
 from llmserve.jobs.feeding import Forecast
 from llmserve.jobs.folder import Folder
 from llmserve.jobs.job import Job
@@ -61,6 +62,7 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
+        self.estimates = Estimates(folder, door)
         self.feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
 
     # ---- for the server ----
@@ -95,10 +97,14 @@ class Runner:
             return None
         return self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
 
-    def forecast(self, batch_id: str) -> Forecast | None:
+    def forecast(self, row: BatchRow) -> Forecast | None:
         """When a batch ends, unix time; None: nobody knows here."""
-        job = self.jobs.get(batch_id)
-        return None if job is None else self.feed.forecast(job)
+        job, work = self.jobs.get(row.id), self.estimates.known(row.id)
+        if job is not None and row.status == "in_progress":
+            return self.feed.forecast(job)
+        if work is not None and row.status == "validating":
+            return self.feed.forecast_new(row.key, row.expires_at, work)
+        return None
 
     # ---- claiming ----
 
@@ -230,6 +236,7 @@ class Runner:
         index = self._folder.index(row.id)
         if not index.exists():
             await self._checking.check(row, parts[0])
+        job.work = await self.estimates.of(row, parts[0])
         segments = await self._store.segments(row.id)
         job.start(await asyncio.to_thread(jobs_of.load, self._folder.path, index, parts[0], segments))
 

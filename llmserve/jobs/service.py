@@ -20,6 +20,7 @@ from llmserve.jobs import database
 from llmserve.jobs.batch_store import BatchStore
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, FileRow, NewBatch, window_s
+from llmserve.jobs.estimates import Work
 from llmserve.jobs.file_store import FileLimits, FileStore
 from llmserve.jobs.folder import Appended, Folder
 from llmserve.jobs.line_feed import Door
@@ -96,7 +97,14 @@ class JobService:
             asked=hashlib.sha256(msgspec.json.encode(msgspec.json.decode(body), order="sorted")).hexdigest(),
         )
         self.runner.notice()
+        await self._estimate(row)
         return row
+
+    async def _estimate(self, row: BatchRow) -> None:
+        """Learn what a new batch will take, as far as that is possible."""
+        with contextlib.suppress(SQLAlchemyError, OSError):
+            if row.status == "validating" and (parts := await self._work.input(row)):
+                await self.runner.estimates.of(row, parts[0])
 
     async def cancel(self, key: str, batch_id: str) -> BatchRow:
         row = await self.batches.cancel(key, batch_id, int(self._clock()))
@@ -105,8 +113,9 @@ class JobService:
 
     def shown(self, row: BatchRow) -> dict[str, Any]:
         """The batch as clients see it, with what llmserve adds."""
-        forecast = self.runner.forecast(row.id) if row.status == "in_progress" else None
+        forecast, work = self.runner.forecast(row), self.runner.estimates.known(row.id)
         added: dict[str, Any] = {"expected_end_at": None, "warning": None, "paused": self.runner.paused(row.id)}
+        added["forecast"] = None if work is None else _rounded(work)
         if forecast is not None and math.isfinite(forecast.ends_at_s):
             added["expected_end_at"] = end = math.ceil(forecast.ends_at_s)
             if not forecast.in_time:
@@ -144,6 +153,15 @@ class JobService:
         active = await self._work.active()
         needed = await self.files.names()
         await asyncio.to_thread(self.folder.sweep, alive, needed, active)
+
+
+def _rounded(work: Work) -> dict[str, Any]:
+    return {
+        "prompt_tokens": round(work.prompt_tokens),
+        "output_tokens": round(work.output_tokens),
+        "money": None if work.money is None else round(work.money, 6),
+        "joules": None if work.joules is None else round(work.joules, 1),
+    }
 
 
 @contextlib.asynccontextmanager

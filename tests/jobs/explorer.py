@@ -18,7 +18,7 @@ import contextlib
 import errno
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from sqlalchemy.exc import OperationalError
 from llmserve.errors import EngineFailed, RequestError, Unavailable
 from llmserve.jobs.batch_store import BatchStore
 from llmserve.jobs.contract import ACTIVE, CHANGES, BatchRow, NewBatch
+from llmserve.jobs.estimates import Work
 from llmserve.jobs.file_store import FileLimits, FileStore
 from llmserve.jobs.folder import Appended, Folder
 from llmserve.jobs.rows import Part
@@ -233,6 +234,10 @@ class Door:
     def tokens_per_s(self, key: str, model: str) -> float:
         return 1.0
 
+    async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
+        await self._server.breathe()
+        return Work("m", 1.0 * len(bodies), 1.0 * len(bodies), None, None)
+
     async def submit(
         self, key: str, path: str, body: bytes, client: Any, *, expires_at: int, after_tokens: float
     ) -> Callable[[], None]:
@@ -241,6 +246,8 @@ class Door:
         line = msgspec.json.decode(body)["prompt"]
         if world.drawn.random() < 0.05 * world.wild:
             raise Unavailable("no engine is up")
+        if not client.is_in_flight:
+            return lambda: None
         world.executed(line)
 
         def end() -> None:

@@ -94,3 +94,17 @@ def test_a_job_that_would_be_late_ends_with_its_window_as_far_as_its_share_allow
     assert (speeds_up.ends_at_s, speeds_up.in_time) == (15.0, True)
     cannot = feeder.forecast("job", 10.0, 5.0)
     assert (cannot.ends_at_s, cannot.in_time) == (20.0, False)
+
+
+def test_answers_longer_than_forecast_move_the_ends_of_jobs() -> None:
+    feeder = Feeder(slots=0, lines_max=100)
+    feeder.add("a", 1e9, arranged(shapes([100.0] * 100), barrier=True, slots=0), factor=0.5)
+    assert feeder.forecast("a", 0.0, 10.0).ends_at_s == pytest.approx(500.0), "half of 10,000 tokens at 10 a second"
+    feeder.take(0.0)
+    for number in range(80):
+        feeder.ended("a", number, 0.0, 200.0)
+    factor = (16 * 50 + 80 * 200) / (96 * 100)
+    assert feeder.forecast("a", 0.0, 10.0).ends_at_s == pytest.approx(factor * 2000 / 10)
+    before = feeder.forecast("a", 0.0, 10.0).ends_at_s
+    assert feeder.forecast_new(2e9, 50.0, 0.0, 10.0).ends_at_s == pytest.approx(before + 5.0)
+    assert feeder.forecast_new(1.0, 50.0, 0.0, 10.0).in_time is False
