@@ -60,6 +60,7 @@ def main(args: argparse.Namespace) -> int:
         keys=keys,
         instance=None if file.planning.instance is None else Instance.load(file.planning.instance),
         owners={} if before is None else before.owners,
+        replicas={} if before is None else before.replicas,
     )
     on_ray.bring_up(desired)
     _wait(file.name, args.wait_s)

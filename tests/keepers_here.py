@@ -26,7 +26,7 @@ class Here:
     async def names(self) -> Collection[str]:
         return set(self.keepers)
 
-    async def provide(self, workers: Sequence[Worker]) -> None:
+    async def provide(self, workers: Sequence[Worker], in_use: Collection[str]) -> None:
         """This machine has room for all."""
 
     async def place(self, process: Process, node: str | None) -> None:

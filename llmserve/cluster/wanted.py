@@ -59,20 +59,30 @@ def _backlog(waiting: Iterable[tuple[float | None, float]], start_s: float) -> f
     return most
 
 
+class Peak:
+    """The largest number of the last `down_after_s` seconds. Times never decrease."""
+
+    def __init__(self, down_after_s: float) -> None:
+        self._down_after_s = down_after_s
+        self._peaks: deque[tuple[float, int]] = deque()  # (time, number) that no later number exceeds
+
+    def at(self, now_s: float, number: int) -> int:
+        """The peak from now on. number : now"""
+        while self._peaks and self._peaks[-1][1] <= number:
+            self._peaks.pop()
+        self._peaks.append((now_s, number))
+        while self._peaks[0][0] < now_s - self._down_after_s:
+            self._peaks.popleft()
+        return self._peaks[0][1]
+
+
 class Wanted:
     """The number with hysteresis. least, most : engines, whatever the load. Times never decrease."""
 
     def __init__(self, *, least: int = 0, most: int | None = None, down_after_s: float = DOWN_AFTER_S) -> None:
-        self._least, self._most, self._down_after_s = least, most, down_after_s
-        self._peaks: deque[tuple[float, int]] = deque()  # (time, number wanted) that no later number exceeds
+        self._least, self._most, self._peak = least, most, Peak(down_after_s)
 
     def at(self, now_s: float, load: Load) -> int:
         """Engines wanted from now on."""
         wanted = max(engines_wanted(load), self._least)
-        wanted = wanted if self._most is None else min(wanted, self._most)
-        while self._peaks and self._peaks[-1][1] <= wanted:
-            self._peaks.pop()
-        self._peaks.append((now_s, wanted))
-        while self._peaks[0][0] < now_s - self._down_after_s:
-            self._peaks.popleft()
-        return self._peaks[0][1]
+        return self._peak.at(now_s, wanted if self._most is None else min(wanted, self._most))

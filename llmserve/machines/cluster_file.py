@@ -30,6 +30,7 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kind     vllm, embedded, timed (no model: for trials), or command
     model    vllm: folder or hub id; timed: name of the model; embedded: folder, "" for the demo model
     worker   engines of the same worker share its GPUs: replica i of each is on worker WORKER-i; "": the engine's own
+    replicas_max  replicas are added up to so many while the requests want more engines; None: never (scaling.py)
     start_s  longest start.  hung_s : a replica that does not answer GET /health for so long is started again; 0: never
     gpus, cpus  of each replica.  args : further arguments.  command : words, with {host}, {port}
     """
@@ -38,6 +39,7 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kind: Literal["vllm", "embedded", "timed", "command"]
     model: str = ""
     replicas: Annotated[int, Meta(ge=0)] = 1
+    replicas_max: Annotated[int, Meta(ge=1)] | None = None
     worker: str = ""
     gpus: NotNegative = 0.0
     cpus: NotNegative | None = None
@@ -148,6 +150,8 @@ def _check(file: ClusterFile) -> None:
     for engine in file.engine:
         if (engine.kind == "command") != bool(engine.command):
             raise ConfigError(f"engine {engine.name}: `command` is for engines of kind command, and needed there")
+        if engine.replicas_max is not None:
+            _check_scaling(file, engine)
         if engine.kind in ("vllm", "timed", "command") and not engine.model:
             raise ConfigError(f"engine {engine.name}: needs a model")
     groups = file.first_plan().groups
@@ -159,6 +163,15 @@ def _check(file: ClusterFile) -> None:
                 raise ConfigError(f"group {group.name}: no engine is on a worker {worker}")
     for section, table in (*file.serve.items(), *file.door.settings.items()):
         _check_settings(section, table)
+
+
+def _check_scaling(file: ClusterFile, engine: EngineTable) -> None:
+    if engine.replicas_max is not None and engine.replicas_max < max(1, engine.replicas):
+        raise ConfigError(f"engine {engine.name}: replicas_max is less than replicas")
+    if engine.worker:
+        raise ConfigError(f"engine {engine.name}: replicas_max is not for engines that share a worker")
+    if file.planning.instance is not None:
+        raise ConfigError(f"engine {engine.name}: replicas_max and planning again cannot both be given")
 
 
 def _check_settings(section: str, table: Table) -> None:

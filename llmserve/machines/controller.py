@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,19 +19,18 @@ from llmserve.engines.connecting import HttpError
 from llmserve.engines.http_client import HttpClient
 from llmserve.herd import Instance, Plan
 from llmserve.machines.cluster_file import ClusterFile
+from llmserve.machines.exchange import Exchange
 from llmserve.machines.keeper import Status
 from llmserve.machines.layout import Moves, doors_plan, owners
 from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
-from llmserve.machines.quotas import Quotas
 from llmserve.machines.replanning import Replanning
-from llmserve.machines.shares import Shares
+from llmserve.machines.scaling import Scaling
 
 log = logging.getLogger("llmserve")
 
 STEP_S = 1.0
 EXCHANGE_S = 1.0
 ASK_S = 1.0  # longest answer of a server to the controller
-FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
 DESIRED = "desired"
 
 
@@ -40,6 +38,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """What the store keeps. keys : text of the doors' key file; None: no key is required.  owners : group by worker
 
     instance  for planning again; None: never
+    replicas  of engines with `replicas_max`, by engine, as they were wanted last
     """
 
     file: ClusterFile
@@ -48,6 +47,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     instance: Instance | None = None
     keys: str | None = None
     owners: Mapping[str, str] = {}
+    replicas: Mapping[str, int] = {}
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -68,8 +68,8 @@ class Machines(Protocol):
         """Names of the processes that have a keeper."""
         ...
 
-    async def provide(self, workers: Sequence[Worker]) -> None:
-        """Reserve the workers' resources, and free those of other workers."""
+    async def provide(self, workers: Sequence[Worker], in_use: Collection[str]) -> None:
+        """Reserve the workers' resources, and free those of other workers. in_use : workers whose engines still run"""
         ...
 
     async def place(self, process: Process, node: str | None) -> None:
@@ -124,11 +124,11 @@ class Controller:
         self._changed = asyncio.Event()
         self._steps = 0
         self._settled = False  # everything has been described that should run
-        self._quotas, self._shares = Quotas(), Shares()
-        self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
+        self._exchange = Exchange(self._tell)
         self._replanning = _replanning_of(desired)
-        self.wanted: dict[str, int] = {}  # engines by model
         self._began_s = time.monotonic()
+        self._scaling = Scaling(desired.replicas, self._began_s)
+        self._file, self._plan = desired.file, desired.plan  # with the replicas of this step
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -174,8 +174,10 @@ class Controller:
         if not self._steps:
             await self._remember()
         self._steps += 1
-        await machines.provide(workers_of(self.desired.file))
+        await self._scale()
         present = set(await machines.names())
+        in_use = {self._sent[name].process.worker for name in present & self._sent.keys()}
+        await machines.provide(workers_of(self._file), in_use)
         await self._look(present)
         wanted = await self._wanted()
         for name, (process, node) in wanted.items():
@@ -192,6 +194,15 @@ class Controller:
             if not self._is_needed(name):
                 self._removing[name] = asyncio.create_task(self._remove(name))
         self._settled = desired is self.desired and not self._removing
+
+    async def _scale(self) -> None:
+        desired = self.desired
+        self._file, self._plan = self._scaling.scaled(desired.file, desired.plan, time.monotonic())
+        replicas = {engine.name: engine.replicas for engine in self._file.engine if engine.replicas_max is not None}
+        if replicas != desired.replicas:
+            log.info("replicas: %s", ", ".join(f"{name} {count}" for name, count in replicas.items()))
+            self.desired = msgspec.structs.replace(desired, replicas=replicas)
+            await self._machines.save(DESIRED, msgspec.json.encode(self.desired))
 
     async def _remember(self) -> None:
         """What an earlier controller has sent and seen: unchanged processes are left alone, also silent ones."""
@@ -242,34 +253,15 @@ class Controller:
     # ---- what servers tell, and are told ----
 
     async def exchange(self) -> None:
-        """Deal the limits between the doors, and what shares were served between the groups; plan again for new rates.
-
-        What a group has served reaches the others at once, not with the next exchange.
-        """
-        doors, groups = self._servers("door"), self._servers("group")
-        parts = self._quotas.deal(doors)
-        told, heard = await asyncio.gather(
-            asyncio.gather(*(self._tell(name, ToServer()) for name in groups)),
-            asyncio.gather(*(self._tell(name, ToServer(parts[name])) for name in doors)),
-        )
-        for name, server in zip(groups, told, strict=True):
-            if server is not None:
-                self._shares.heard(name, server.served)
-        elsewhere = self._shares.deal()
-        await asyncio.gather(*(self._tell(name, ToServer(elsewhere=rows)) for name, rows in elsewhere.items() if rows))
-        self.wanted = dict(sum((Counter(server.wanted) for server in told if server is not None), Counter()))
-        for name, server in zip(doors, heard, strict=True):
-            self._unheard[name] = 0 if server is not None else self._unheard.get(name, 0) + 1
-            if server is not None:
-                self._quotas.heard(name, server.asked, server.parts)
-                if self._replanning is not None:
-                    self._replanning.observe(server.arrivals)
-        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in doors]:
-            self._quotas.forget(name)
-            del self._unheard[name]
-        self._quotas.decay()
+        """Tell doors and groups what they need of each other, add up their rates, and plan again for new ones."""
+        doors, groups = await self._exchange.round(self._servers("door"), self._servers("group"))
+        now_s = time.monotonic()
+        for name, server in groups.items():
+            self._scaling.heard(name.removeprefix("group-"), server.wanted, now_s)
         if self._replanning is not None:
-            plan = self._replanning.plan(self.desired.plan, time.monotonic() - self._began_s)
+            for server in doors.values():
+                self._replanning.observe(server.arrivals)
+            plan = self._replanning.plan(self.desired.plan, now_s - self._began_s)
             if plan is not None:
                 await self.change(msgspec.structs.replace(self.desired, plan=plan))
 
@@ -288,7 +280,7 @@ class Controller:
         """Processes by name, each with the node on which it must be; None: any."""
         desired = self.desired
         wanted: dict[str, tuple[Process, str | None]] = {}
-        engines = engines_of(desired.file, desired.secrets)
+        engines = engines_of(self._file, desired.secrets)
         for name, process in engines.items():
             wanted[name] = process, None
         groups = await self._wanted_groups(engines)
@@ -296,17 +288,17 @@ class Controller:
             wanted[process.name] = process, None
         urls = {name: self.statuses[g.name].url for name, g in groups.items() if g.name in self.statuses}
         if urls:
-            places, plan = await self._places_of_doors(), doors_plan(desired.plan, urls)
+            places, plan = await self._places_of_doors(), doors_plan(self._plan, urls)
             text = msgspec.json.encode(plan).decode()
             for number, node in enumerate(places):
-                door = door_process(desired.file, number, len(places), urls, text, desired.keys, desired.secrets)
+                door = door_process(self._file, number, len(places), urls, text, desired.keys, desired.secrets)
                 wanted[door.name] = door, node
         return wanted
 
     async def _wanted_groups(self, engines: Mapping[str, Process]) -> dict[str, Process]:
         """The groups' processes by name of the group: those that have workers whose engines have an address."""
         desired = self.desired
-        target = owners(desired.file, desired.plan, self._moves.holders)
+        target = owners(self._file, self._plan, self._moves.holders)
         self._engines_of = await self._workers_in_use()
         drained = {group: target.keys() - workers for group, workers in self._engines_of.items()}
         holders = self._moves.follow(target, drained)
@@ -314,14 +306,14 @@ class Controller:
             self.desired = msgspec.structs.replace(self.desired, owners=holders)  # it may have changed meanwhile
             await self._machines.save(DESIRED, msgspec.json.encode(self.desired))
         groups = {}
-        for group in desired.plan.groups:
+        for group in self._plan.groups:
             own = {
                 name: (process.worker, self.statuses[name].url)
                 for name, process in engines.items()
                 if holders.get(process.worker) == group.name and name in self.statuses
             }
             if own:
-                groups[group.name] = group_process(desired.file, group.name, own, desired.secrets)
+                groups[group.name] = group_process(self._file, group.name, own, desired.secrets)
         return groups
 
     async def _workers_in_use(self) -> dict[str, set[str]]:
@@ -366,7 +358,7 @@ class Controller:
         queues = await asyncio.gather(*(self.ask(f"group-{name}", "/admin/queue") for name in groups))
         return {
             "name": self.desired.file.name,
-            "engines_wanted": self.wanted,
+            "engines_wanted": self._exchange.wanted,
             "processes": [self._row(name) for name in sorted(self._sent)],
             "groups": [
                 {

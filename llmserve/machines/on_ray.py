@@ -167,9 +167,9 @@ class RayMachines:
 
     # ---- workers ----
 
-    async def provide(self, workers: Sequence[Worker]) -> None:
+    async def provide(self, workers: Sequence[Worker], in_use: Collection[str]) -> None:
         wanted = {worker.name: worker for worker in workers}
-        for name in self._groups.keys() - wanted.keys():
+        for name in self._groups.keys() - wanted.keys() - set(in_use):
             await asyncio.to_thread(remove_placement_group, self._groups.pop(name))
         for worker in workers:
             if worker.name not in self._groups:

@@ -129,6 +129,7 @@ class EngineBook:
         group.pool.paused.pop(name, None)
         if until_s is not None:
             group.pool.paused[name] = engine
+            group.rouse()
         self._book.actions.append(ReportCircuit(name, None if until_s is None else until_s - self._book.now_s))
         group.pool.refresh(engine, self._book.now_s)
         self._circuits_changed(group)

@@ -25,11 +25,14 @@ class Group:
     rate        rate at which requests end
     arrived_in  queues in which requests have arrived since the last dispatch
     without_engine  queues of models that no working engine serves
+    number      of the group, in the order in which groups were made
+    restless    the groups that are looked at in every step, by name
     wake_at_s   when the group must be settled at the latest; None: not before the next event
     """
 
     def __init__(self, name: str, new_queues: Callable[[str, str, Tally], ModelQueues]) -> None:
-        self.name = name
+        self.name, self.number = name, 0
+        self.restless: dict[str, Group] = {}
         self.queues: dict[str, ModelQueues] = {}
         self.tally = Tally()
         self.present = 0
@@ -127,6 +130,12 @@ class Group:
             pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
             dues_s += [until_s for until_s in pauses_s if until_s is not None]
         self.wake_at_s = min(dues_s) if dues_s else None
+        if dues_s:
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Have the group looked at in every step, until it has neither a wake-up time nor a paused engine."""
+        self.restless[self.name] = self
 
     @property
     def load(self) -> float:

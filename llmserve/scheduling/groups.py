@@ -37,15 +37,17 @@ class Groups:
     new_group  makes a group, by its name
     plan       the first plan
     by_name    groups of the plan, and older groups that are not empty yet; only : the group, if there is one group
+    restless   groups that have a wake-up time or a paused engine, by name: only these are looked at in every step
     engines    all engines that were ever ready, by name
     """
 
     def __init__(self, new_group: Callable[[str], Group], plan: tuple[ServingGroup, ...] = ()) -> None:
         self.by_name: dict[str, Group] = {}
+        self.restless: dict[str, Group] = {}
         self.only: Group | None = None
         self.engines: dict[str, EngineState] = {}
         self._workers: dict[str, Worker] = {}
-        self._new_group = new_group
+        self._new_group, self._made = new_group, 0
         self.layout = Layout(plan)
         self._make_groups()
 
@@ -54,7 +56,9 @@ class Groups:
 
     def _make_groups(self) -> None:
         for name in sorted(self.layout.names - set(self.by_name)):
-            self.by_name[name] = self._new_group(name)
+            self.by_name[name] = group = self._new_group(name)
+            self._made = group.number = self._made + 1
+            group.restless = self.restless
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
     # ---- requests ----
@@ -158,6 +162,7 @@ class Groups:
             worker.group, worker.next = group.name, None
         for engine in worker.engines:
             group.pool.join(engine, now_s)
+        group.rouse()
         if worker.next is None:
             group.make_queues(worker, now_s)
         return before, group
@@ -180,6 +185,7 @@ class Groups:
         for name in sorted(set(self.by_name) - self.layout.names - leaving):
             if self.by_name[name].empty:
                 del self.by_name[name]
+                self.restless.pop(name, None)
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
 
@@ -222,10 +228,13 @@ class RequestBook:
     def begin(self, now_s: float, actions: list[Action]) -> None:
         """Begin a step: note its time and its list of actions, and touch the groups whose wake-up time has come."""
         self.now_s, self.actions, self.touched = now_s, actions, {}
-        for group in self._groups.by_name.values():
+        restless = self._groups.restless
+        for group in sorted(restless.values(), key=lambda group: group.number):
             over = group.pool.paused and group.pool.end_pauses(now_s)
             if over or (group.wake_at_s is not None and group.wake_at_s <= now_s):
                 self.touch(group)
+            elif group.wake_at_s is None and not group.pool.paused:
+                del restless[group.name]
 
     def _late_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
         """When the request becomes late; None: never. With a fixed order, a request is late at its deadline."""

@@ -400,7 +400,7 @@ def _is_in_vain(engine: EngineState, batch: FormedBatch) -> bool:
 def next_wake_s(late_at_s: float | None, groups: Groups, rates: GroupRates | None) -> float | None:
     """When the scheduler must be stepped at the latest. late_at_s : when a waiting request will be late"""
     at_s = late_at_s
-    for group in groups.by_name.values():
+    for group in groups.restless.values():
         if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
             at_s = group.wake_at_s
     if rates is not None and rates.window_ends_at_s is not None:

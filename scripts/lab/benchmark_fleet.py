@@ -33,7 +33,7 @@ import numpy as np
 from bench.arguments import add_results, parser_of
 from bench.figures import BLUE, GREEN, GREY, ORANGE, new_figure, save
 from bench.progress import log, shared
-from bench.results import day_and_machine, rounded, write_json
+from bench.results import day_and_machine, read_parts, rounded, write_json
 from bench.tables import markdown
 from fleet.group import EngineSpeed, GroupProcess
 from fleet.layout import Deaths, drawn_deaths, places
@@ -59,8 +59,16 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the GPUs, groups, pools and doors")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps-only", action="store_true", help="measure `step` only: the runs in --output stay")
     add_results(parser, "--plot")
     args = parser.parse_args()
+    sizes = [max(1, round(size * args.scale)) for size in STEP_SIZES]
+    if args.steps_only:
+        steps = step_costs(sizes)
+        print(step_table(steps))
+        if args.output:
+            write_json(args.output, {**read_parts(args.output), **rounded({**day_and_machine(), "steps": steps})})
+        return
     day = fleet_of(args.span_s, args.scale, args.seed, args.processes)
     runs = {
         "day": day,
@@ -75,7 +83,7 @@ def main() -> None:
         results[name] = run(name, settings)
         summaries[name] = summary(settings, results[name]) | {"wall_s": round(time.perf_counter() - began_s, 1)}
         log(f"{name}: {summaries[name]}")
-    steps = step_costs([max(1, round(size * args.scale)) for size in STEP_SIZES])
+    steps = step_costs(sizes)
     print("\n\n".join((table(summaries), step_table(steps))))
     if args.output:
         write_json(args.output, rounded({**day_and_machine(), "runs": summaries, "steps": steps}))

@@ -75,9 +75,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
+async def running(tmp_path: Path, text: str = TEXT) -> AsyncIterator[Running]:
     file = tmp_path / "cluster.toml"
-    file.write_text(TEXT.replace("{port}", str(free_port())))
+    file.write_text(text.replace("{port}", str(free_port())))
     cluster = replace(read_cluster(file), host="127.0.0.1")
     desired = Desired(file=cluster, plan=cluster.first_plan(), secrets=Secrets("sk-d", "sk-e", "sk-a"))
     async with AsyncExitStack() as stack:
@@ -134,3 +134,26 @@ async def test_a_cluster_serves_follows_another_plan_and_survives_kills(tmp_path
         async with asyncio.timeout(START_S):
             while {group["waiting"] for group in (await controller.report())["groups"]} != {0}:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
+
+
+GROWING = """
+[[engine]]
+name = "m"
+kind = "timed"
+model = "m"
+replicas_max = 2
+args = ["--step-s", "0.02", "--slots", "1"]
+
+[door]
+port = {port}
+"""
+
+
+async def test_a_queue_that_one_engine_cannot_serve_in_time_starts_another(tmp_path: Path) -> None:
+    async with running(tmp_path, GROWING) as cluster:
+        await until_served(cluster)
+        asking = [asyncio.create_task(cluster.chat(max_tokens=50)) for _ in range(60)]
+        await cluster.until(lambda: "m-1" in cluster.controller.statuses and cluster.controller.is_ready)
+        answers = await asyncio.gather(*asking)
+        assert {status for status, *_ in answers} == {200}
+        assert {engine for _, engine, _ in answers} == {cluster.engine_of(name) for name in ("m-0", "m-1")}

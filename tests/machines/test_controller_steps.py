@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,6 +33,7 @@ class Noted:
         self.keepers: dict[str, tuple[Described, str]] = {}
         self.store: dict[str, bytes] = {}
         self.told: list[str] = []
+        self.reserved: set[str] = set()
 
     async def nodes(self) -> Sequence[str]:
         return ["here"]
@@ -38,7 +41,8 @@ class Noted:
     async def names(self) -> Collection[str]:
         return set(self.keepers)
 
-    async def provide(self, workers: Sequence[Worker]) -> None: ...
+    async def provide(self, workers: Sequence[Worker], in_use: Collection[str]) -> None:
+        self.reserved = {worker.name for worker in workers} | set(in_use)
 
     async def place(self, process: Process, node: str | None) -> None:
         self.begin(process.name, NOBODY_LISTENS)
@@ -69,15 +73,30 @@ class Noted:
             self.store[key] = value
 
 
-def controller_of(machines: Noted, tmp_path: Path) -> Controller:
-    (tmp_path / "cluster.toml").write_text(TEXT)
+class Told(Controller):
+    """answers : of servers, by path"""
+
+    answers: dict[str, Any]
+
+    async def ask(self, name: str, path: str, body: bytes | None = None) -> Any:
+        return self.answers.get(path)
+
+
+def desired_of(tmp_path: Path, text: str = TEXT) -> Desired:
+    (tmp_path / "cluster.toml").write_text(text)
     file = read_cluster(tmp_path / "cluster.toml")
-    return Controller(machines, Desired(file=file, plan=file.first_plan(), secrets=Secrets("sk-d", "sk-e", "sk-a")))
+    return Desired(file=file, plan=file.first_plan(), secrets=Secrets("sk-d", "sk-e", "sk-a"))
+
+
+def controller_of(machines: Noted, desired: Desired) -> Told:
+    controller = Told(machines, desired)
+    controller.answers = {}
+    return controller
 
 
 async def test_a_keeper_that_did_not_hear_of_a_change_is_told_again(tmp_path: Path) -> None:
     machines = Noted()
-    controller = controller_of(machines, tmp_path)
+    controller = controller_of(machines, desired_of(tmp_path))
     for _ in range(4):
         await controller.step()
     assert set(machines.keepers) == {"m-0", "group-all", "door-0"}
@@ -93,3 +112,32 @@ async def test_a_keeper_that_did_not_hear_of_a_change_is_told_again(tmp_path: Pa
 
     await controller.step()
     assert machines.told == ["group-all"] * 2, "whoever has heard is told no more"
+
+
+async def test_engines_are_started_while_groups_want_them_and_drained_before_they_stop(tmp_path: Path) -> None:
+    machines = Noted()
+    desired = desired_of(tmp_path, TEXT + "replicas_max = 2\n")
+    controller = controller_of(machines, desired)
+    for _ in range(4):
+        await controller.step()
+    controller.answers = {"/admin/peers": {"wanted": {"m": 7}}, "/admin/engines": {"engines": [{"worker": "m-0"}]}}
+    await controller.exchange()
+    for _ in range(3):
+        await controller.step()
+    assert set(machines.keepers) == {"m-0", "m-1", "group-all", "door-0"}
+    assert '"m-1=http' in machines.keepers["group-all"][0].process.files["serve.toml"]
+    assert controller.desired.replicas == {"m": 2}, "for a controller that goes on with it"
+
+    controller.answers = {"/admin/engines": {"engines": [{"worker": "m-0"}, {"worker": "m-1"}]}}
+    await controller.change(desired_of(tmp_path))
+    for _ in range(3):
+        await controller.step()
+    assert '"m-1=http' not in machines.keepers["group-all"][0].process.files["serve.toml"]
+    assert "m-1" in machines.keepers, "the group has requests on it"
+    assert "m-1" in machines.reserved
+    controller.answers = {"/admin/engines": {"engines": [{"worker": "m-0"}]}}
+    for _ in range(3):
+        await controller.step()
+        await asyncio.sleep(0)
+    assert "m-1" not in machines.keepers
+    assert "m-1" not in machines.reserved

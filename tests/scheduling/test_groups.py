@@ -185,6 +185,19 @@ def test_the_timer_is_the_earliest_of_all_groups_and_releases_only_due_ones() ->
     assert scheduler.wake_at_s is None
 
 
+def test_a_step_looks_only_at_groups_that_wait_for_a_time() -> None:
+    plan = tuple([ServingGroup(f"g{k}", (f"e{k}",), (f"m{k}",)) for k in range(50)])
+    engines = [engine(f"e{k}") for k in range(50)]
+    scheduler = grouped(plan, *engines, release="timeout", batch_size=2, batch_wait_s=1.0)
+    for k in range(50):
+        step(scheduler, RequestArrived(Request(k, 1.0, model=f"m{k}")), now_s=0.1 * k)
+        assert len(scheduler.groups.restless) < 15, "those whose batches have waited for less than a second"
+    step(scheduler, TimerFired(), now_s=10.0)
+    step(scheduler, TimerFired(), now_s=10.0)
+    assert not scheduler.groups.restless
+    assert scheduler.wake_at_s is None
+
+
 def test_the_timer_is_the_earliest_deadline_of_the_present_requests() -> None:
     scheduler = grouped((LEFT,), engine("a"))
     arrive(scheduler, m(0))

@@ -1,0 +1,60 @@
+"""The exchange with servers once a second: keys' limits dealt between doors, served shares told between groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from llmserve.api.peers import FromServer, ToServer
+from llmserve.machines.quotas import Quotas
+from llmserve.machines.shares import Shares
+
+FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
+
+Heard = Mapping[str, FromServer]
+
+
+class Exchange:
+    """tell : one server by its name; None: the server does not answer
+
+    wanted : engines by model, of all groups that answered
+    """
+
+    def __init__(self, tell: Callable[[str, ToServer], Awaitable[FromServer | None]]) -> None:
+        self.wanted: dict[str, int] = {}
+        self._tell_one = tell
+        self._quotas, self._shares = Quotas(), Shares()
+        self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
+
+    async def round(self, doors: Sequence[str], groups: Sequence[str]) -> tuple[Heard, Heard]:
+        """What the doors, and what the groups told, by name.
+
+        What a group has served reaches the others at once, not with the next round.
+        """
+        parts = self._quotas.deal(doors)
+        of_doors, of_groups = await asyncio.gather(
+            self._tell({name: ToServer(parts[name]) for name in doors}), self._tell(dict.fromkeys(groups, ToServer()))
+        )
+        self.wanted = dict(sum((Counter(server.wanted) for server in of_groups.values()), Counter()))
+        self._count(doors, of_doors)
+        for name, server in of_groups.items():
+            self._shares.heard(name, server.served)
+        elsewhere = self._shares.deal()
+        await self._tell({name: ToServer(elsewhere=rows) for name, rows in elsewhere.items() if rows})
+        return of_doors, of_groups
+
+    async def _tell(self, told: Mapping[str, ToServer]) -> Heard:
+        answers = await asyncio.gather(*(self._tell_one(name, what) for name, what in told.items()))
+        return {name: answer for name, answer in zip(told, answers, strict=True) if answer is not None}
+
+    def _count(self, doors: Sequence[str], heard: Heard) -> None:
+        """Note the use of limits, and forget doors that are gone."""
+        for name in doors:
+            self._unheard[name] = 0 if name in heard else self._unheard.get(name, 0) + 1
+        for name, server in heard.items():
+            self._quotas.heard(name, server.asked, server.parts)
+        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in doors]:
+            self._quotas.forget(name)
+            del self._unheard[name]
+        self._quotas.decay()
