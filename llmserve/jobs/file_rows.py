@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from msgspec import Raw
 
+from llmserve.api.endpoints import BATCH_PATHS
 from llmserve.errors import ConfigError
 from llmserve.jobs.lines import read_line
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 SHOWN_MOST = 20  # bad lines that a message names
 
 
@@ -22,10 +20,11 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
 
     @property
     def tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
 
 class Numbered(msgspec.Struct, frozen=True):
@@ -57,8 +56,8 @@ def read_input(path: Path) -> list[Numbered]:
         except msgspec.MsgspecError as error:
             bad.append(f"line {number}: {error}")
             continue
-        if line.method != "POST" or line.url not in ENDPOINTS:
-            bad.append(f"line {number}: {line.method} {line.url}: only POST to {' and '.join(ENDPOINTS)} is possible")
+        if line.method != "POST" or line.url not in BATCH_PATHS:
+            bad.append(f"line {number}: {line.method} {line.url}: only POST to {', '.join(BATCH_PATHS)} is possible")
         elif line.custom_id in seen:
             bad.append(f"line {number}: its custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}")
         else:
@@ -102,22 +101,3 @@ def results_of(path: Path) -> list[str]:
     if end < path.stat().st_size:
         os.truncate(path, end)
     return done
-
-
-def answer_row(number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The row of a request that was answered. body : JSON, or any text"""
-    try:
-        shown: Any = Raw(msgspec.json.format(body, indent=-1))  # a row is one line
-    except msgspec.MsgspecError:
-        shown = body.decode(errors="replace")
-    return _row(number, custom_id, {"status_code": status, "request_id": request_id, "body": shown}, None)
-
-
-def error_row(number: int, custom_id: str, code: str | None, message: str) -> bytes:
-    """The row of a request that got no answer."""
-    return _row(number, custom_id, None, {"code": code, "message": message})
-
-
-def _row(number: int, custom_id: str, response: Any, error: Any) -> bytes:
-    row = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(row) + b"\n"

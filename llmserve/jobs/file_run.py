@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 
 from llmserve.api.parse import CallParser
+from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError, RequestError
 from llmserve.jobs.feeding import Feeder, Shapes, arranged
-from llmserve.jobs.file_rows import Numbered, answer_row, error_row, results_of
-from llmserve.jobs.lines import answer_tokens, read_line
+from llmserve.jobs.file_rows import Numbered, results_of
+from llmserve.jobs.lines import answer_row, answer_tokens, read_line, refusal_row, row_id
 from llmserve.request import Call
 
 JOB = "file"
@@ -121,7 +122,8 @@ class FileRun:
             source.seek(line.offset)
             client = _Line(self, handed.number)
             try:
-                cluster.submit(self._call(source.read(line.size), handed.after_tokens), client)
+                call = self._call(source.read(line.size), handed.after_tokens)
+                cluster.submit(call if call.form is COMPLETION else cluster.routes.routed(call), client)
             except RequestError as error:
                 self.refused(handed.number, error)
 
@@ -138,15 +140,14 @@ class FileRun:
         if (head.status == 429 or head.status >= 500) and self._again(number):
             return
         body = head.body or b""
-        row = answer_row(
-            number + 1, self._lines[number].custom_id, head.status, f"llmserve-{head.receipt.request_id}", body
-        )
+        name = f"llmserve-{head.receipt.request_id}"
+        row = answer_row(row_id(JOB, number), self._lines[number].custom_id, head.status, name, body)
         self._write(number, row, failed=head.status >= 400, tokens=answer_tokens(body))
 
     def refused(self, number: int, error: RequestError) -> None:
         if (error.code in PASSING or error.status >= 500) and self._again(number, counts=error.code not in PASSING):
             return
-        self._write(number, error_row(number + 1, self._lines[number].custom_id, error.code, str(error)), failed=True)
+        self._write(number, refusal_row(row_id(JOB, number), self._lines[number].custom_id, "", error), failed=True)
 
     def _again(self, number: int, *, counts: bool = True) -> bool:
         """Let a line wait for another try, unless it has had enough."""

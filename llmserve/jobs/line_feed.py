@@ -14,7 +14,7 @@ from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.estimates import Forecaster, Work
 from llmserve.jobs.feeding import Feeder, Forecast, arranged
 from llmserve.jobs.job import Job, read_lines
-from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, read_line, refusal_row
+from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, read_line, refusal_row, row_id
 from llmserve.jobs.recorder import Recorder, Result
 from llmserve.jobs.rows import Kind
 
@@ -225,7 +225,7 @@ class LineFeed:
                 return
         elif status < 400:
             self._pause_s = 0.0
-        row = answer_row(job.id, number, request, status, request_id, body)
+        row = answer_row(row_id(job.id, number), request.custom_id, status, request_id, body)
         self.note(job, number, row, "failed" if status >= 400 else "completed", answer_tokens(body))
 
     def refused(self, job: Job, number: int, request: Line, error: RequestError, request_id: str) -> None:
@@ -240,7 +240,7 @@ class LineFeed:
         passing = error.status >= 500 or error.status == 429
         if passing and self._again(job, number, counted=error.code == "engine_failed"):
             return
-        self.note(job, number, refusal_row(job.id, number, request, request_id, error), "failed")
+        self.note(job, number, refusal_row(row_id(job.id, number), request.custom_id, request_id, error), "failed")
 
     def _again(self, job: Job, number: int, *, counted: bool) -> bool:
         """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
@@ -256,7 +256,7 @@ class LineFeed:
     def note_expired(self, job: Job, number: int, request: Line) -> None:
         """Give a line the result that it was not executed in time."""
         job.expired += 1
-        self.note(job, number, expired_row(job.id, number, request), "expired")
+        self.note(job, number, expired_row(row_id(job.id, number), request.custom_id), "expired")
 
     def note(self, job: Job, number: int, row: bytes, outcome: Outcome, tokens: float = 0.0) -> None:
         job.recording += 1

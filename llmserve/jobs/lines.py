@@ -29,6 +29,7 @@ class _Row(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -68,33 +69,35 @@ def answer_tokens(body: bytes) -> float:
         usage = _ANSWER.decode(body).usage
     except msgspec.MsgspecError:
         return 0.0
-    return float(usage.completion_tokens) if usage is not None else 0.0
+    return float(usage.completion_tokens or usage.output_tokens) if usage is not None else 0.0
 
 
-def answer_row(batch_id: str, number: int, line: Line, status: int, request_id: str, body: bytes) -> bytes:
-    """The row of a request that was answered. number : of the line, from 0.  body : JSON of the answer, or any text"""
+def row_id(batch_id: str, number: int) -> str:
+    """The id of the row of results of a line. number : from 0"""
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
+
+
+def answer_row(row: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The row of a request that was answered. row : its id.  body : JSON of the answer, or any text"""
     try:
         shown: Raw = Raw(msgspec.json.format(body, indent=-1))  # a row is one line
     except msgspec.DecodeError:
         shown = Raw(msgspec.json.encode(body.decode(errors="replace")))
-    response = {"status_code": status, "request_id": request_id, "body": shown}
-    return _row(batch_id, number, line.custom_id, response, None)
+    return _row(row, custom_id, {"status_code": status, "request_id": request_id, "body": shown}, None)
 
 
-def refusal_row(batch_id: str, number: int, line: Line, request_id: str, error: RequestError) -> bytes:
+def refusal_row(row: str, custom_id: str, request_id: str, error: RequestError) -> bytes:
     """The row of a request that the front-end refused, in the form of an answer."""
-    return answer_row(batch_id, number, line, error.status, request_id, msgspec.json.encode(error.body()))
+    return answer_row(row, custom_id, error.status, request_id, msgspec.json.encode(error.body()))
 
 
-def expired_row(batch_id: str, number: int, line: Line) -> bytes:
+def expired_row(row: str, custom_id: str) -> bytes:
     """The row of a request that was not executed within the window."""
-    return _row(batch_id, number, line.custom_id, None, EXPIRED)
+    return _row(row, custom_id, None, EXPIRED)
 
 
-def _row(batch_id: str, number: int, custom_id: str, response: Any, error: Any) -> bytes:
-    row_id = f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
-    row = {"id": row_id, "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(row) + b"\n"
+def _row(row: str, custom_id: str, response: Any, error: Any) -> bytes:
+    return msgspec.json.encode({"id": row, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
 
 
 def is_expired(row: bytes) -> bool:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,8 @@ def test_results_of_another_file_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "'strange' is not in" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
-    path, output = written(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+@pytest.fixture
+def engine_url() -> Iterator[str]:
     engine = subprocess.Popen(
         [sys.executable, "-m", "llmserve.engines.fake", "--slots", "4", "--step-s", "0.02", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -67,20 +67,53 @@ def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path) -> 
         assert engine.stdout is not None
         url = re.search(r"http://[\d.]+:\d+", engine.stdout.readline())
         assert url is not None
-        command = [sys.executable, "-m", "llmserve", "batch", "run", str(path), str(output), "--engine", url[0]]
-        command += ["--slots", "4"]
-        first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        deadline_s = time.monotonic() + 60.0
-        while (not output.exists() or output.read_bytes().count(b"\n") < 10) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        first.kill()
-        first.wait()
-        done = results_of(output)
-        assert 10 <= len(done) < 60
-        assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+        yield url[0]
     finally:
         engine.kill()
         engine.wait()
+
+
+@pytest.mark.slow
+def test_lines_may_be_of_any_endpoint_that_answers_in_json(tmp_path: Path, engine_url: str) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+        "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+        "/v1/embeddings": {"input": "hello"},
+        "/v1/no/such": {},
+    }
+    rows = [
+        {"custom_id": url, "method": "POST", "url": url, "body": {"model": "fake", **body}}
+        for url, body in bodies.items()
+    ]
+    path.write_text("".join([json.dumps(row) + "\n" for row in rows]))
+    with pytest.raises(ConfigError, match=r"line 4: POST /v1/no/such: only POST to .*/v1/embeddings"):
+        read_input(path)
+    path.write_text("".join([json.dumps(row) + "\n" for row in rows[:-1]]))
+    assert main(["batch", "run", str(path), str(output), "--engine", engine_url, "--slots", "4"]) == 0
+    answers = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert {url: row["response"]["body"]["object"] for url, row in answers.items()} == {
+        "/v1/chat/completions": "chat.completion",
+        "/v1/responses": "response",
+        "/v1/embeddings": "list",
+    }
+    assert len({row["id"] for row in answers.values()}) == 3
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path, engine_url: str) -> None:
+    path, output = written(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llmserve", "batch", "run", str(path), str(output), "--engine", engine_url]
+    command += ["--slots", "4"]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + 60.0
+    while (not output.exists() or output.read_bytes().count(b"\n") < 10) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    done = results_of(output)
+    assert 10 <= len(done) < 60
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert sorted(row["custom_id"] for row in rows) == sorted(f"line {number}" for number in range(60))
     assert [row["custom_id"] for row in rows][: len(done)] == done
