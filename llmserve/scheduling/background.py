@@ -239,7 +239,7 @@ class Background:
 
     def settle(self, group: Group) -> None:
         """Stop lines for online requests that wait, and start lines in the slots of a group that others leave."""
-        if self._dispatch.forming.line_stops:
+        if self._book.lines and self._dispatch.forming.line_stops:
             self._stops.make_room(group)
         if self.waiting:
             self._fill(group)
@@ -252,7 +252,7 @@ class Background:
                 self.remove(queued.request.id)
                 self._book.by_id[queued.request.id] = queued
                 group.enter(queues)
-            queues.lines += len(lines)
+            self._book.count_lines(queues, len(lines))
             batch = self._dispatch.forming.form(queues, max([q.bin for q in lines]), lines, self._book.now_s)
             self._dispatch.start_aside(group, engine, queues, batch, self._book.now_s)
 
@@ -366,8 +366,6 @@ class LineStops:
 
     def make_room(self, group: Group) -> None:
         """Stop as many lines as requests wait, the youngest first."""
-        if not any(queues.lines for queues in group.queues.values()):
-            return
         full = [
             engine
             for engine in group.pool.engines.values()
