@@ -12,7 +12,6 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
@@ -31,7 +30,7 @@ from llmserve.gauges import (
     StateGauges,
 )
 from llmserve.request import Batch, Request
-from llmserve.run_metrics import SECONDS, RunMetrics, RunOutcome
+from llmserve.run_metrics import SECONDS, EngineRuns, RunMetrics, RunOutcome
 from llmserve.scheduling.messages import (
     BatchEnded,
     DispatchSolved,
@@ -111,7 +110,7 @@ class Metrics:
             registry.register(collector)
         ProcessCollector(registry=registry)
         cluster.journal.listen(self.observe)
-        cluster.listen(self.observe_call)
+        cluster.listen(self._runs.answered)  # what the journal does not know: times of tokens, the engine's counts
 
     def follow_server(self, server: Connections) -> None:
         self.registry.register(ServerGauges(server))
@@ -131,10 +130,6 @@ class Metrics:
         """Count a request that the HTTP layer refused before the scheduler got it."""
         self._rejected.of(reason).inc()
 
-    def observe_call(self, call: InFlightCall) -> None:
-        """Count what the journal does not know of a call that has ended: times of tokens, and the engine's counts."""
-        self._runs.answered(call)
-
     def observe(self, step: Step) -> None:
         event = step.event
         if type(event) is RequestArrived:
@@ -145,13 +140,14 @@ class Metrics:
             self._request_ended(event, step.now_s)
         elif type(event) is BatchEnded:
             for request_id, tokens in event.output_tokens.items():
-                self._run_ended(request_id, event.engine, "completed")
-                self._end(request_id, "completed", tokens, step.now_s, event.engine)
+                open_request = self._open.get(request_id)
+                _run_ended(open_request, event.engine, "completed")
+                self._end(request_id, open_request, "completed", tokens, step.now_s)
         elif type(event) is RequestCancelled:
             open_request = self._open.get(event.request_id)
             if open_request is not None and open_request.engine is not None:
-                self._run_ended(event.request_id, open_request.engine, "cancelled")
-            self._end(event.request_id, "cancelled", 0, step.now_s)
+                _run_ended(open_request, open_request.engine, "cancelled")
+            self._end(event.request_id, open_request, "cancelled", 0, step.now_s)
         elif type(event) is ForecastsRevised:
             self._revised.inc(len(event.revisions))
         elif type(event) is EngineLost:
@@ -175,7 +171,8 @@ class Metrics:
             elif type(action) is FailRequest:
                 self._rejected.of(action.reason).inc()
                 refused = type(event) is RequestArrived and event.request.id == action.request_id
-                self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
+                outcome: Outcome = "rejected" if refused else "failed"
+                self._end(action.request_id, self._open.get(action.request_id), outcome, 0, step.now_s)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         batch = action.batch
@@ -184,7 +181,8 @@ class Metrics:
             self._fill.observe(batch.size / self._batch_size)
         for request in batch.requests:
             if (open_request := self._open.get(request.id)) is not None:
-                self._runs.of(request.model, action.engine).waiting.observe(now_s - open_request.arrived_at_s)
+                runs = open_request.runs = self._runs.of(request.model, action.engine)
+                runs.waiting.observe(now_s - open_request.arrived_at_s)
                 open_request.engine = action.engine
                 open_request.started_at_s, open_request.is_stopping = now_s, False
                 open_request.batch_id = batch.id
@@ -204,37 +202,18 @@ class Metrics:
         outcome: RunOutcome = "fault" if event.fault else event.outcome
         if outcome == "cancelled" and open_request is not None and open_request.is_stopping:
             outcome = "preempted"
-        self._run_ended(event.request_id, event.engine, outcome)
+        _run_ended(open_request, event.engine, outcome)
         if event.no_socket:
             self._rejected.of("no_socket").inc()
-            self._end(event.request_id, "failed", 0, now_s)
-        elif not self._may_run_again(event):
-            self._end(event.request_id, event.outcome, event.output_tokens, now_s, event.engine)
-
-    def _run_ended(self, request_id: int, engine: str, outcome: RunOutcome) -> None:
-        """Count the end of a run, unless it was counted when its client left or its engine was lost."""
-        open_request = self._open.get(request_id)
-        if open_request is None or open_request.engine != engine:
-            return
-        self._runs.of(open_request.request.model, engine).end(outcome, retry=open_request.is_retry)
-        open_request.engine = None
-        open_request.is_retry = open_request.is_retry or outcome in ("fault", "lost")
+            self._end(event.request_id, open_request, "failed", 0, now_s)
+        elif event.outcome == "completed" or not _may_run_again(event, open_request):
+            self._end(event.request_id, open_request, event.outcome, event.output_tokens, now_s)
 
     def _engine_lost(self, event: EngineLost) -> None:
         if not event.planned:
             self._lost.of(event.engine).inc()
-        for request_id in [id_ for id_, request in self._open.items() if request.engine == event.engine]:
-            self._run_ended(request_id, event.engine, "lost")
-
-    def _may_run_again(self, event: RequestEnded) -> bool:
-        """Whether the scheduler may retry the request: it failed before its first byte, or its batch was preempted.
-
-        If the scheduler does not retry, a FailRequest follows.
-        """
-        if event.outcome == "failed":
-            return event.retryable
-        open_request = self._open.get(event.request_id)
-        return event.outcome == "cancelled" and open_request is not None and open_request.is_stopping
+        for open_request in self._open.values():
+            _run_ended(open_request, event.engine, "lost")
 
     def _is_first_start(self, batch: Batch) -> bool:
         """Whether no request of the batch has started in it: a refill engine starts a batch in parts, a retry again."""
@@ -251,23 +230,23 @@ class Metrics:
             del self._in_parts[next(iter(self._in_parts))]
         return True
 
-    def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float, engine: str = "") -> None:
-        """Count the end of a request. engine : that completed it"""
-        open_request = self._open.pop(request_id, None)
+    def _end(self, request_id: int, open_request: _Open | None, outcome: Outcome, tokens: float, now_s: float) -> None:
+        """Count the end of a request. open_request : None: it was counted before"""
         if open_request is None:
             return
+        del self._open[request_id]
         request, latency_s = open_request.request, now_s - open_request.arrived_at_s
         self._ended.of(outcome).inc()
         stream = self._streams.of(request)
         stream.end(request, outcome, now_s)
         if outcome != "completed":
             return
-        runs = self._runs.of(request.model, engine)
-        runs.latency.observe(latency_s)
+        if (runs := open_request.runs) is not None:
+            runs.latency.observe(latency_s)
+            runs.output_tokens.inc(tokens * request.choices)
         stream.latency.observe(latency_s)
         self._energy.completed(tokens * request.choices)
         if tokens:
-            runs.output_tokens.inc(tokens * request.choices)
             stream.tokens.inc(tokens * request.choices)
             self._actual.observe(tokens)
             if open_request.predicted_tokens is not None:
@@ -278,14 +257,14 @@ class _Open:
     """A request that has not ended.
 
     predicted_tokens, batch_id  of its last start
-    engine       that runs it; None: it waits
+    engine       that runs it; None: it waits.  runs : metrics of its last engine
     is_stopping  its batch was preempted, and the request has not restarted yet
     is_retry     an engine has failed it, or was lost with it
     """
 
     __slots__ = (
         *("arrived_at_s", "batch_id", "engine", "is_retry", "is_stopping"),
-        *("predicted_tokens", "request", "started_at_s"),
+        *("predicted_tokens", "request", "runs", "started_at_s"),
     )
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
@@ -295,7 +274,27 @@ class _Open:
         self.started_at_s = 0.0
         self.batch_id: int | None = None
         self.engine: str | None = None
+        self.runs: EngineRuns | None = None
         self.is_stopping = self.is_retry = False
+
+
+def _run_ended(open_request: _Open | None, engine: str, outcome: RunOutcome) -> None:
+    """Count the end of a run, unless it was counted when its client left or its engine was lost."""
+    if open_request is None or open_request.engine != engine or open_request.runs is None:
+        return
+    open_request.runs.end(outcome, retry=open_request.is_retry)
+    open_request.engine = None
+    open_request.is_retry = open_request.is_retry or outcome in ("fault", "lost")
+
+
+def _may_run_again(event: RequestEnded, open_request: _Open | None) -> bool:
+    """Whether the scheduler may retry the request: it failed before its first byte, or its batch was preempted.
+
+    If the scheduler does not retry, a FailRequest follows.
+    """
+    if event.outcome == "failed":
+        return event.retryable
+    return event.outcome == "cancelled" and open_request is not None and open_request.is_stopping
 
 
 # ---- by model and stream ------------------------------------------------------------------------------------------

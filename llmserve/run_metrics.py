@@ -75,7 +75,7 @@ class RunMetrics:
                 self.retries.remove(*labels, outcome)
 
     def answered(self, call: InFlightCall) -> None:
-        """Count the times and the tokens of a call that has ended. A lookup here costs less than a step for a token."""
+        """Count the times and the tokens of a call that has ended."""
         if call.receipt is None:
             return
         runs = self.of(call.request.model, call.receipt.engine)

@@ -29,9 +29,6 @@ class Aliases:
     def __init__(self, aliases: Mapping[str, tuple[str, ...]], is_up: Callable[[str], bool]) -> None:
         self._aliases, self._is_up = aliases, is_up
 
-    def __bool__(self) -> bool:
-        return bool(self._aliases)
-
     def resolved(self, call: Call) -> Call:
         """The call for the model behind its name."""
         models = self._aliases.get(call.model)

@@ -214,6 +214,7 @@ class _Endpoints:
         self._deadlines = DefaultDeadlines(config.slo_ms)
         self._fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
         self._aliases = Aliases(aliases, cluster.fleet.is_up)
+        self._has_aliases = bool(aliases)
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
@@ -255,7 +256,7 @@ class _Endpoints:
         account = self._key_limits.account(exchange.key)
         if not call.model:
             call = self._of_only_model(call)
-        elif self._aliases:
+        elif self._has_aliases:
             call = self._aliases.resolved(call)
         if exchange.key == DOOR:
             call = as_asked(call, exchange.headers.get(ASKER_HEADER))

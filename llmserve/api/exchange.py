@@ -66,7 +66,7 @@ class Exchange:
         self.ended = False
         self.in_flight: InFlightCall | None = None
         self.status = 0
-        self.began_s = connection.server.now_s()
+        self.began_s = connection.server.now_s() if connection.server.followers else 0.0
         self.seconds = 0.0  # from the first byte of the request to the last of the answer
         self.written = 0
 

@@ -38,7 +38,7 @@ class ToServer(msgspec.Struct, frozen=True):
 
 
 class FromServer(msgspec.Struct, frozen=True):
-    """Since the exchange before.
+    """Since the exchange before; at the first one nothing has been counted.
 
     arrivals  requests by stream and model.  asked : requests by limited key, also refused ones
     parts     of the limits, which the server uses now, by key; only keys that asked, or were dealt a part
@@ -54,13 +54,13 @@ class FromServer(msgspec.Struct, frozen=True):
 
 
 class Peers:
-    """Counts from now on, as a listener of the cluster's journal."""
+    """Counts from the first exchange on, as a listener of the cluster's journal: most servers have no controller."""
 
     def __init__(self, cluster: LiveCluster, limits: KeyLimits) -> None:
         self._cluster = cluster
         self._limits = limits
         self._arrivals: Counter[tuple[str, str]] = Counter()
-        cluster.journal.listen(self._observe)
+        self._counting = False
 
     def _observe(self, step: Step) -> None:
         if isinstance(step.event, RequestArrived):
@@ -72,6 +72,9 @@ class Peers:
 
     def exchange(self, body: bytes) -> FromServer:
         """Raises BadRequest."""
+        if not self._counting:
+            self._counting = True
+            self._cluster.journal.listen(self._observe)
         try:
             told = msgspec.json.decode(body, type=ToServer)
         except msgspec.MsgspecError as error:

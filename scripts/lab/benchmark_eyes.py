@@ -1,13 +1,16 @@
 """What it costs a request to be seen: processor time of the front-end with the access log and with traces.
 
     python scripts/lab/benchmark_eyes.py --output docs/results/eyes.json
-    python scripts/lab/benchmark_eyes.py --before TREE    # beside the front-end of another checkout, as `before`
+    python scripts/lab/benchmark_eyes.py --before TREE    # the hop beside that of another checkout, and nothing else
 
 The whole way of a request, from the bytes of a client's connection to the bytes of its answer, in one process without
 sockets: the engine is a stub that answers at once, every second time with a stream of 16 tokens. Each turn is a process
 of its own, and its time is the least of its repetitions, in processor time; the turns of all variants alternate. So
 other work on the machine changes a time little. Medians over the rounds; a ratio is the median of each round's ratio
 to `off`. With callgrind the instructions of a turn can be counted instead, see --turn.
+
+With --before the way is whole: sockets, a trivial upstream and 32 clients in the one process (bench/whole_hop.py), for
+another checkout may have other seams. Each round has the least time and the tenth percentile of its batches.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from llmserve.request import EngineInfo
 from llmserve.settings import ApiConfig
 
 VARIANTS = ("off", "access log", "traces, 1 %", "traces, all")
+ROOT = Path(__file__).resolve().parents[2]
+HOP = Path(__file__).with_name("bench") / "whole_hop.py"
 TOKENS = 16
 CHUNK = b'data: {"id":"a","model":"m","choices":[{"index":0,"delta":{"content":"word "},"finish_reason":null}]}\n\n'
 LAST = CHUNK.replace(b"null", b'"stop"')
@@ -183,21 +188,19 @@ async def one_turn(variant: str, requests: int, repetitions: int) -> float:
     return min(times_us)
 
 
-def turn(variant: str, requests: int, repetitions: int, before: Path | None) -> float:
-    words = ["--turn", "off" if variant == "before" else variant]
-    words += ["--requests", str(requests), "--repetitions", str(repetitions)]
-    tree = before if variant == "before" and before is not None else Path(__file__).resolve().parents[2]
+def child(tree: Path, *words: str) -> Any:
+    """What a process of its own prints, as JSON, with the llmserve of this checkout."""
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
-    command = [sys.executable, __file__, *words]
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, *words]
+    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
-def measure(rounds: int, requests: int, repetitions: int, before: Path | None) -> list[Row]:
-    variants = [*VARIANTS, *(["before"] if before is not None else [])]
-    times_us: dict[str, list[float]] = {variant: [] for variant in variants}
+def measure(rounds: int, requests: int, repetitions: int) -> list[Row]:
+    times_us: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    sizes = "--requests", str(requests), "--repetitions", str(repetitions)
     for number in range(rounds):
-        for variant in in_turn(variants, number):
-            times_us[variant].append(turn(variant, requests, repetitions, before))
+        for variant in in_turn(list(VARIANTS), number):
+            times_us[variant].append(float(child(ROOT, __file__, "--turn", variant, *sizes)))
         log(f"round {number + 1}/{rounds}")
     rows = []
     for variant, own in times_us.items():
@@ -207,24 +210,52 @@ def measure(rounds: int, requests: int, repetitions: int, before: Path | None) -
     return rows
 
 
+def measure_hop(before: Path, rounds: int, requests: int, batches: int) -> list[Row]:
+    """The whole hop of this checkout and of another one, in turn."""
+    trees = {"before": before, "now": ROOT}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in trees}
+    for number in range(rounds):
+        for name in in_turn(list(trees), number):
+            times_us = sorted(child(trees[name], str(HOP), str(requests), str(batches)))
+            turns[name].append((times_us[0], times_us[len(times_us) // 10]))
+        log(f"round {number + 1}/{rounds}")
+    rows = []
+    for name, own in turns.items():
+        ratios = [
+            [mine / its for mine, its in zip(*pair, strict=True)] for pair in zip(own, turns["before"], strict=True)
+        ]
+        least, p10 = zip(*own, strict=True)
+        ratio_least, ratio_p10 = zip(*ratios, strict=True)
+        numbers = {
+            "cpu_us_least": min(least),
+            "cpu_us_p10": statistics.median(p10),
+            "ratio_least": statistics.median(ratio_least),
+            "ratio_p10": statistics.median(ratio_p10),
+        }
+        rows.append(Row({"front-end": name}, numbers))
+    return rows
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=500, help="in a repetition")
+    parser.add_argument("--requests", type=int, default=500, help="in a repetition, or a batch")
     parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
-    parser.add_argument("--before", type=Path, metavar="TREE", help="another checkout, measured as `before`")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="measure the hop beside that of another checkout")
     parser.add_argument("--turn", help="print the time of one turn of this variant, and nothing else")
     add_results(parser)
     args = parser.parse_args()
     if args.turn:
         print(asyncio.run(one_turn(args.turn, args.requests, args.repetitions)))
         return
-    rows = measure(args.rounds, args.requests, args.repetitions, args.before)
-    columns = {
-        "front-end": ("front-end", ""),
-        "processor us of a request": ("cpu_us_per_request", ".0f"),
-        "of `off`": ("ratio_to_off", ".3f"),
-    }
+    columns = {"front-end": ("front-end", "")}
+    if args.before is not None:
+        rows = measure_hop(args.before, args.rounds, args.requests, args.repetitions)
+        columns |= {"processor us of a request, least": ("cpu_us_least", ".0f"), "p10": ("cpu_us_p10", ".0f")}
+        columns |= {"of before, least": ("ratio_least", ".3f"), "of before, p10": ("ratio_p10", ".3f")}
+    else:
+        rows = measure(args.rounds, args.requests, args.repetitions)
+        columns |= {"processor us of a request": ("cpu_us_per_request", ".0f"), "of `off`": ("ratio_to_off", ".3f")}
     show("What it costs to be seen", list(columns), cells(rows, columns))
     written = [{**row.case, **row.numbers} for row in rows]
     setting = {"rounds": args.rounds, "requests": args.requests, "repetitions": args.repetitions}
