@@ -11,6 +11,7 @@ import pytest
 from engines.lying import LyingEngine, http
 from front import StartFront, until
 
+from bins.profile import Curve, Profile
 from llmserve import doctor, doctor_running
 from llmserve.__main__ import main
 from llmserve.engines.fake import FakeEngine
@@ -227,6 +228,62 @@ async def test_the_engines_of_a_configuration_are_asked(tmp_path: Path, capsys: 
         "--concurrent-max 3 is less than",
     ):
         assert part in said, part
+
+
+GOOD = {
+    "server": 'state = "{folder}/state"',
+    "engines": 'engine = ["{engine}"]\nslots = 8',
+    "scheduling": "",
+    "dispatch": "",
+    "limits": "body_bytes_max = 5_000_000\nprompt_chars_max = 5_000_000",
+    "live": "",
+}
+DEADLINES = GOOD["limits"] + '\nslo_ms = ["1000"]'
+
+
+@pytest.mark.parametrize(
+    ("sections", "level", "code"),
+    [
+        ({"engines": GOOD["engines"], "server": ""}, "note", "nothing_kept"),
+        ({"server": GOOD["server"] + '\napi_key_file = "{folder}/keys"'}, "note", "metrics_need_a_key"),
+        ({"limits": "body_bytes_max = 5_000_000\nprompt_chars_max = 10_000"}, "note", "limit_below_context"),
+        ({"limits": "body_bytes_max = 10_000\nprompt_chars_max = 5_000_000"}, "note", "limit_below_context"),
+        ({"live": "keep_alive_s = 0"}, "note", "no_keep_alive"),
+        ({"scheduling": 'order = "edf"'}, "note", "no_deadlines"),
+        ({"scheduling": 'order = "clockwork"', "limits": DEADLINES}, "slow", "no_profile"),
+        ({"dispatch": 'profile = ["{folder}/unsteady.json"]'}, "slow", "profile_misfit"),
+    ],
+)
+async def test_each_setting_has_its_finding(
+    sections: dict[str, str], level: str, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("me: sk-me\n")
+    (tmp_path / "keys").chmod(0o600)
+    unsteady = Curve.fit([1, 2, 4, 8], [0.01, 0.1, 0.01, 0.01])  # one size ran on a busy machine
+    Profile.timed("unsteady", unsteady, slots_max=8, source="a test").save(tmp_path / "unsteady.json")
+    async with FakeEngine() as engine:
+        text = "\n".join([f"[{name}]\n{lines}" for name, lines in {**GOOD, **sections}.items()])
+        text = text.replace("{folder}", str(tmp_path)).replace("{engine}", engine.url)
+        (tmp_path / "llmserve.toml").write_text(text)
+        status = await asyncio.to_thread(main, ["doctor", "--config", str(tmp_path / "llmserve.toml"), "--json"])
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["level"], finding["code"], status) == (level, code, 0)
+    assert finding["what"].endswith(".")
+    assert finding["remedy"].endswith(".")
+
+
+async def test_an_engine_that_refuses_the_key_needs_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with FakeEngine(api_key="sk-engine") as engine:
+        text = f'[engines]\nengine = ["{engine.url}"]\nslots = 8\n'
+        status, said = await asyncio.to_thread(examined, tmp_path, text, capsys)
+    assert status == 1
+    assert "--engine-api-key" in said
+
+
+def test_before_any_engine_is_up_that_is_wrong() -> None:
+    reading = "\n".join([line for line in HEALTHY.split("\n") if "engine_ready" not in line])
+    (finding,) = doctor_running.findings(Scrape(reading), 100.0)
+    assert (finding.level, finding.code) == ("wrong", "no_engine")
 
 
 async def test_a_good_configuration_has_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,7 +230,8 @@ class OpenAIEngine:
                 raise EngineError(f"engine {name} is not healthy: /health answers {status}")
             status, body = await self._get("/v1/models")
             if status != 200:
-                raise EngineError(f"engine {name}: /v1/models answers {status}")
+                code = "engine_auth" if status in (401, 403) else None
+                raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
             models = msgspec.json.decode(body, type=_ModelList).data
         except HttpError as error:
             self._paths_of = None  # another program may answer next
