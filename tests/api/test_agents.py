@@ -297,7 +297,7 @@ async def test_a_conversation_with_tools_passes_unchanged(start_front: StartFron
     if path == "/v1/messages":
         assert all(headers.items() <= dict(sent).items() for _, sent in got)
     assert output_tokens(front) == tokens
-    sizes = front.cluster._prompt_tokens.state()["sums"]
+    sizes = front.cluster.prompt_tokens.state()["sums"]
     assert sizes[0][1] == pytest.approx(2 * 900, rel=0.01)  # with what is in the prompt cache
 
 
