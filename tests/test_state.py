@@ -174,11 +174,11 @@ async def test_forecasts_after_a_restart_are_those_before(tmp_path: Path) -> Non
             await teach(first, engine)
             prompts = [Prompt(text_of(kind), "fake") for kind in range(5)]
             before = [(await forecaster_of(first).forecast(prompt)).lengths for prompt in prompts]
-            sizes = first.cluster._prompt_tokens.state()
+            sizes = first.cluster.prompt_tokens.state()
         async with AsyncExitStack() as stack:
             second = await servers.start(stack)
             assert [(await forecaster_of(second).forecast(prompt)).lengths for prompt in prompts] == before
-            assert str(second.cluster._prompt_tokens.state()) == str(sizes)
+            assert str(second.cluster.prompt_tokens.state()) == str(sizes)
             predicted = [await ask(second, engine, kind) for kind in range(4)]
     assert predicted == pytest.approx([10, 20, 30, 40], abs=1), "the first server had learnt something"
 

@@ -62,7 +62,7 @@ class Admission:
         self._book.enter(queued, queues)
         self._learn(group, queues)
         self._forming.form_early(queues, queue, self._book.now_s)
-        if group.needs_dispatch or self._book.lines:
+        if group.needs_dispatch or group.tally.lines:
             self._book.touch(group)
 
     def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:

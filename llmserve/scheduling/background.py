@@ -37,7 +37,7 @@ from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.memory import is_giant
 from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
-from llmserve.scheduling.model_queues import ModelQueues, aside
+from llmserve.scheduling.model_queues import ModelQueues, aside, count_lines
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.reserve import Reserve
 
@@ -239,7 +239,7 @@ class Background:
 
     def settle(self, group: Group) -> None:
         """Stop lines for online requests that wait, and start lines in the slots of a group that others leave."""
-        if self._book.lines and self._dispatch.forming.line_stops:
+        if group.tally.lines and self._dispatch.forming.line_stops:
             self._stops.make_room(group)
         if self.waiting:
             self._fill(group)
@@ -252,7 +252,7 @@ class Background:
                 self.remove(queued.request.id)
                 self._book.by_id[queued.request.id] = queued
                 group.enter(queues)
-            self._book.count_lines(queues, len(lines))
+            count_lines(queues, len(lines))
             batch = self._dispatch.forming.form(queues, max([q.bin for q in lines]), lines, self._book.now_s)
             self._dispatch.start_aside(group, engine, queues, batch, self._book.now_s)
 

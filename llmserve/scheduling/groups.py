@@ -26,7 +26,7 @@ from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
-from llmserve.scheduling.model_queues import ModelQueues
+from llmserve.scheduling.model_queues import ModelQueues, count_lines
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
@@ -193,7 +193,6 @@ class RequestBook:
     """Records each request from its arrival to its end.
 
     by_id      all requests that wait or run
-    lines      number of lines of jobs that run on what others leave
     deadlines  of the waiting requests
     helpless   until when the requests wait that no working engine can serve
     touched    groups to settle before the step ends, by name
@@ -214,7 +213,6 @@ class RequestBook:
         engine_wait_s: float,
     ) -> None:
         self.by_id: dict[int, QueuedRequest] = {}
-        self.lines = 0
         self.touched: dict[str, Group] = {}
         self.deadlines = Deadlines(self._late_at_s)
         self.helpless = Deadlines(self._gives_up_at_s)
@@ -298,15 +296,10 @@ class RequestBook:
         for queued in requests:
             del self.by_id[queued.request.id]
             if queued.request.background:
-                self.count_lines(self.queues_of(queued), -1)
+                count_lines(self.queues_of(queued), -1)
         group = self._groups.by_name[requests[0].group]
         group.leave(group.queues[requests[0].request.model], len(requests))
         return group
-
-    def count_lines(self, queues: ModelQueues, more: int) -> None:
-        """Count lines of a model that have started, or run as lines no more."""
-        queues.lines += more
-        self.lines += more
 
     def drop(self, queued: QueuedRequest) -> Group:
         """Forget a request that does not run, and the queues of its model if no engine lists the model."""
@@ -404,7 +397,7 @@ class RequestBook:
     def count_as_online(self, queued: QueuedRequest) -> None:
         """Let a line of a job that ran in vain wait as all others do, for it has begun once."""
         if queued.request.background:
-            self.count_lines(self.queues_of(queued), -1)
+            count_lines(self.queues_of(queued), -1)
             queued.request, queued.charged = msgspec.structs.replace(queued.request, background=False), 0.0
             self.actions.append(ReportDue(queued.request.id))
 

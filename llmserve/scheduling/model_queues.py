@@ -26,12 +26,13 @@ class Tally:
     """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model.
 
     held_back : queues, by model, of which batches could not form early, for several shares waited (Forming)
+    lines : of jobs, that run on what others left
     """
 
-    __slots__ = ("held_back", "queues", "waiting")
+    __slots__ = ("held_back", "lines", "queues", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0
+        self.waiting = self.lines = 0
         self.queues: dict[str, ModelQueues] = {}
         self.held_back: dict[str, ModelQueues] = {}
 
@@ -357,6 +358,12 @@ def _queued(
     return QueuedRequest(
         request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total, queues.group
     )
+
+
+def count_lines(queues: ModelQueues, more: int) -> None:
+    """Count lines of a model that have started, or run as lines no more."""
+    queues.lines += more
+    queues.tally.lines += more
 
 
 def aside(queues: ModelQueues, request: Request, share: Share, now_s: float) -> QueuedRequest:
