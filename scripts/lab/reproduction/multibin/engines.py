@@ -66,7 +66,7 @@ class Effort:
     tokens_max: int = 480
     repeats: int = 3
     warm_up: int = 16
-    requests: int = 640
+    requests: int = 480
     passes: int = 1
     cost_rounds: int = 2
     cost_tokens: tuple[int, ...] = throughput.COST_TOKENS
