@@ -30,7 +30,7 @@ from llmserve.engines.power import GpuEnergy
 from llmserve.errors import ConfigError
 from llmserve.metrics import Metrics
 from llmserve.policies import SchedulingConfig
-from llmserve.request import Request
+from llmserve.request import Batch, Request
 from llmserve.scheduling.messages import (
     Action,
     DispatchSolved,
@@ -38,6 +38,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestEnded,
     SolveDispatch,
+    StartBatch,
     TimerFired,
 )
 from llmserve.serve import serving
@@ -149,7 +150,7 @@ def test_joules_are_shared_among_the_completed_requests_and_their_tokens():
     scraped.now_s = 2.0
     assert scraped.samples("llmserve_energy") == {"llmserve_energy_joules_total{modelled}": 100.0}
     for request in (Request(1), Request(2, choices=3), Request(3)):
-        scraped.step(RequestArrived(request))
+        scraped.step(RequestArrived(request), StartBatch("a", Batch(request.id, 0, (request,), 0.0, 1)))
     scraped.step(ended(1, tokens=10.0))
     scraped.step(ended(2, tokens=5.0))  # tokens of each of its three choices
     scraped.step(RequestEnded("a", 3, "failed", 99.0))

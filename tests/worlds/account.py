@@ -42,6 +42,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServedElsewhere,
     ServingGroup,
     SolveDispatch,
     StartBatch,
@@ -237,6 +238,7 @@ class Account:
             DispatchSolved: self._solved,
             PlanChanged: self._planned,
             Tuned: self._tuned,
+            ServedElsewhere: lambda event, actions: None,
             TimerFired: lambda event, actions: None,
         }
 

@@ -22,7 +22,14 @@ from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.lengths import Learnt
-from llmserve.scheduling.messages import REVISIONS_MAX, ForecastsRevised, RevisedForecast, ServingGroup, Tuned
+from llmserve.scheduling.messages import (
+    REVISIONS_MAX,
+    ForecastsRevised,
+    RevisedForecast,
+    ServedElsewhere,
+    ServingGroup,
+    Tuned,
+)
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
@@ -55,6 +62,7 @@ REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requ
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
 SHARED_EVERY = 3  # in one world in this many, requests are of several shares
+ELSEWHERE_EVERY = 15  # in one world in this many, other schedulers have served its shares, too
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
 JOBS_EVERY = 8  # in one world in this many, some requests are lines of jobs
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
@@ -136,6 +144,7 @@ class World:
     begins          request -> seconds from its start to its first byte, if the client sees one before the end
     revised         later forecasts and their times; some are of requests that run, have ended or will arrive
     tuned           changes of the order, and their times
+    elsewhere       what other schedulers have served its shares, and the times when that is known
     timers_late_s   delay of timers; aborts_late_s and plans_late_s are mean delays
     """
 
@@ -154,6 +163,7 @@ class World:
     begins: dict[int, float]
     revised: tuple[tuple[float, ForecastsRevised], ...]
     tuned: tuple[tuple[float, Tuned], ...]
+    elsewhere: tuple[tuple[float, ServedElsewhere], ...]
     drain_at_s: float | None
     timers_late_s: float
     aborts_late_s: float
@@ -239,6 +249,9 @@ def draw(seed: int) -> World:
         else (),
         tuned=_tuned(random.Random(f"{seed} tuned"), horizon_s, tick_s)
         if seed % TUNED_EVERY == TUNED_EVERY - 1 and not _goes_by_times(order)
+        else (),
+        elsewhere=_elsewhere(random.Random(f"{seed} elsewhere"), arrivals, horizon_s, tick_s)
+        if seed % ELSEWHERE_EVERY == ELSEWHERE_EVERY - 5
         else (),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
@@ -427,6 +440,19 @@ def _revised(
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------
+
+
+def _elsewhere(
+    rng: random.Random, arrivals: Sequence[Arrival], horizon_s: float, tick_s: float
+) -> tuple[tuple[float, ServedElsewhere], ...]:
+    """Service of shares that ask here, and of one that never does."""
+    served = []
+    shares = [*sorted({arrival.request.share for arrival in arrivals}), "nobody here"]
+    models = sorted({arrival.request.model for arrival in arrivals})
+    for _ in range(rng.choice([1, 3, 10])):
+        tokens = {share: rng.choice([0.0, 10.0, 1e4]) * rng.random() for share in shares if rng.random() < 0.5}
+        served.append((on_clock(rng.random() * horizon_s, tick_s), ServedElsewhere(rng.choice(models), tokens)))
+    return tuple(served)
 
 
 def _share_out(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:

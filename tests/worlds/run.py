@@ -119,8 +119,8 @@ def run(world: World, steps: list[Step]) -> Account:
         cluster.notify(revised, at_s)
     for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
         cluster.notify(PlanChanged(groups), at_s)
-    for at_s, tuned in world.tuned:
-        cluster.notify(tuned, at_s)
+    for at_s, changed in (*world.tuned, *world.elsewhere):
+        cluster.notify(changed, at_s)
     cluster.run(_others(world.arrivals), flush=False)
     leftover = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
     assert not leftover or world.drain_at_s is None, f"requests {leftover} would wait endlessly"

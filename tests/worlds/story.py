@@ -29,6 +29,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServedElsewhere,
     SolveDispatch,
     StartBatch,
     TimerFired,
@@ -76,6 +77,10 @@ def _event(event: Event) -> str:
             return f"groups from now on: {_list([group.name for group in groups])}"
         case Tuned(settings):
             return f"from now on {_list(f'{name} {value}' for name, value in settings.items())}"
+        case ServedElsewhere(model, tokens):
+            return (
+                f"elsewhere, {model or 'the model'} has served {_list(f'{share} {n:g}' for share, n in tokens.items())}"
+            )
         case DrainRequested():
             return "the drain begins"
         case TimerFired():
