@@ -154,13 +154,13 @@ class Cutting:
         if power < math.inf:
             powers = np.concatenate(([0.0], np.cumsum((lengths / lengths[-1]) ** power)))
             times = np.maximum(longest, lengths[-1] * (powers[count:] - powers[:-count]) ** (1.0 / power))
-        passed = self._passed if request_id == self._next else 0.0
-        uses = np.where(passed + times <= times[start], (sums[count:] - sums[:-count]) / times, 0.0)
+        uses = np.where(
+            self._passed_of(request_id) + times <= times[start], (sums[count:] - sums[:-count]) / times, 0.0
+        )
         best = int(np.argmax(uses))
         if uses[best] <= MUCH_MORE * (sums[start + count] - sums[start]) / times[start]:
             return None
-        self._next, self._passed = request_id, passed + float(times[best])
-        self._ran(float(times[best]))
+        self._ran(float(times[best]), request_id, leaves_out=True)
         return best
 
     def size(self, forecasts: Sequence[float], waiting: int, engines: int, place: int, request_id: int) -> int:
@@ -171,7 +171,7 @@ class Cutting:
         if self._meaning.answers < ANSWERS_LEAST or forecasts[0] <= 0.0:
             return len(forecasts)
         times = self._longest(forecasts)
-        count, passed = len(times), self._passed if request_id == self._next else 0.0
+        count, passed = len(times), self._passed_of(request_id)
         if self._tokens and times[0] < times[-1]:
             whole = times[-1]
             others, best = waiting / engines + self._arrivals / self._tokens * whole, 0.0  # (m + lam T_b) / E
@@ -180,13 +180,17 @@ class Cutting:
                 gain = size * whole - (size * own_share + others) * own
                 if gain > best and (size > place or passed + own <= whole):
                     best, count = gain, size
-        if count <= place:
-            self._next, self._passed = request_id, passed + times[count - 1]
-        self._ran(times[count - 1])
+        self._ran(times[count - 1], request_id, leaves_out=count <= place)
         return count
 
-    def _ran(self, tokens: float) -> None:
-        """Count a batch. tokens : its time"""
+    def _passed_of(self, request_id: int) -> float:
+        """Time of the batches that have left this request out, one after the other, tokens."""
+        return self._passed if request_id == self._next else 0.0
+
+    def _ran(self, tokens: float, request_id: int, *, leaves_out: bool) -> None:
+        """Count a batch. tokens : its time.  leaves_out : the request whose turn it is"""
+        if leaves_out:
+            self._next, self._passed = request_id, self._passed_of(request_id) + tokens
         self._arrivals *= BATCHES_KEPT
         self._tokens = BATCHES_KEPT * self._tokens + tokens
 

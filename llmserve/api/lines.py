@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -22,20 +22,10 @@ from llmserve.jobs.estimates import Work
 from llmserve.jobs.validation import ANSWER_TOKENS
 from llmserve.request import Call, Request
 
+if TYPE_CHECKING:
+    from llmserve.jobs.line_feed import Answered
+
 CLOCK_S = 1.0  # a change of the time of day that counts
-
-
-class Answered(Protocol):
-    """Hears how a line ended; see jobs/runner.py."""
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether the line is still to run: False, once it was taken back."""
-        ...
-
-    def answered(self, status: int, request_id: str, body: bytes) -> None: ...
-
-    def refused(self, error: RequestError, request_id: str) -> None: ...
 
 
 class LineDoor:
@@ -67,7 +57,9 @@ class LineDoor:
 
     async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
         """What these lines will take, by what the server knows of prompts, answers, prices and energy."""
-        works = [work for body in bodies if (work := await self._work_of(key, path, body)) is not None]
+        usage = self._key_limits.usage
+        joules_per_token = cache(usage.joules_per_token if usage is not None else _unknown)  # a sum over all keys
+        works = [work for body in bodies if (work := await self._work_of(key, path, body, joules_per_token))]
         if not works:
             return None
         return Work(
@@ -78,13 +70,15 @@ class LineDoor:
             _sum([work.joules for work in works]),
         )
 
-    async def _work_of(self, key: str, path: str, body: bytes) -> Work | None:
+    async def _work_of(
+        self, key: str, path: str, body: bytes, joules_per_token: Callable[[str], float | None]
+    ) -> Work | None:
         try:
             call = self._parser.parse(path, body, MappingProxyType[str, str]({}))
         except RequestError:
             return None
         call = replace(call, prompt=replace(call.prompt, sender=key))
-        cluster, usage = self._cluster, self._key_limits.usage
+        cluster = self._cluster
         length = await cluster.lengths.expected(call, cluster.models.get(call.model))
         if length is None:
             queues = cluster.scheduler.models.get(call.model)
@@ -93,7 +87,7 @@ class LineDoor:
             length = min(length, call.output_tokens_max or math.inf)
         prompt_tokens, tokens = cluster.prompt_tokens.estimate(call), call.choices * length
         price = self._key_limits.prices.get(call.model)
-        joules = usage.joules_per_token(call.model) if usage is not None else None
+        joules = joules_per_token(call.model)
         return Work(
             call.model,
             prompt_tokens,
@@ -168,6 +162,10 @@ def _sum(values: Sequence[float | None]) -> float | None:
     """None if a value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
+
+
+def _unknown(model: str) -> None:
+    """Joules of a token of any model where nothing is metered."""
 
 
 def _began_at(cluster: LiveCluster) -> float:

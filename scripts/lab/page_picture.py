@@ -14,53 +14,34 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import aiohttp
-import msgspec
 import numpy as np
 from bench.arguments import parser_of
+from bench.client import add_batch, ask, body_of, session_of
 from bench.progress import log
 from bench.servers import front_end
 
 from llmserve.engines.embedded import demo_corpus
 
-MODEL = "llmserve-demo"
 WIDTH, HEIGHT = 1180, 1500
 SEED = 1
-
-
-async def ask(session: aiohttp.ClientSession, url: str, prompt: str) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": True}
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        await response.read()
 
 
 async def load(url: str, rate_per_s: float) -> None:
     """Ask at random times until the task is cancelled."""
     rng = np.random.default_rng(SEED)
     prompts = demo_corpus.prompts(10_000, SEED)
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as asking:
+    async with session_of() as session, asyncio.TaskGroup() as asking:
         for prompt in prompts:
-            asking.create_task(ask(session, url, prompt))
+            asking.create_task(ask(session, url, body_of(prompt, temperature=1, stream=True)))
             await asyncio.sleep(rng.exponential(1.0 / rate_per_s))
 
 
-async def add_batch(url: str, lines: int) -> None:
+async def add_questions(url: str, lines: int) -> None:
     """Make a batch job of this many questions."""
-    requests = [
-        {
-            "custom_id": f"question-{number}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"model": MODEL, "messages": [{"role": "user", "content": prompt}]},
-        }
-        for number, prompt in enumerate(demo_corpus.prompts(lines, SEED + 1))
-    ]
-    form = aiohttp.FormData({"purpose": "batch"})
-    form.add_field("file", b"\n".join(map(msgspec.json.encode, requests)), filename="questions.jsonl")
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
-        file = await (await session.post(f"{url}/v1/files", data=form)).json()
-        made = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        await session.post(f"{url}/v1/batches", json=made)
+    prompts = demo_corpus.prompts(lines, SEED + 1)
+    bodies = [body_of(prompt, temperature=1) for prompt in prompts]
+    async with session_of() as session:
+        await add_batch(session, url, bodies)
 
 
 async def take(url: str, executable: str, seconds: float, output: Path) -> None:
@@ -85,7 +66,7 @@ async def run(rate_per_s: float, lines: int, seconds: float, executable: str, ou
         async with front_end("with the demo model", "--state", state) as server:
             log(f"the page is at {server.url}")
             loading = asyncio.create_task(load(server.url, rate_per_s))
-            await add_batch(server.url, lines)
+            await add_questions(server.url, lines)
             await take(server.url, executable, seconds, output)
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):

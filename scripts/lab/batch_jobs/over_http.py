@@ -9,14 +9,14 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import aiohttp
 import numpy as np
-from bench.client import ask, at_their_times, get_text, session_of
+from bench.client import add_batch, ask, at_their_times, get_text, session_of
 from bench.servers import Server, fake_engine, front_end
 
 SLOTS, STEP_S = 32, 0.03
@@ -64,10 +64,8 @@ def drawn(seed: int) -> Load:
     return Load(list(zip(kept, lengths(len(kept)), strict=True)), [lengths(LINES) for _ in range(JOBS)])
 
 
-@asynccontextmanager
-async def engine() -> AsyncIterator[Server]:
-    async with fake_engine(MODEL, "--slots", str(SLOTS), "--step-s", str(STEP_S)) as server:
-        yield server
+def engine() -> AbstractAsyncContextManager[Server]:
+    return fake_engine(MODEL, "--slots", str(SLOTS), "--step-s", str(STEP_S))
 
 
 def body(number: int, tokens: int) -> dict[str, object]:
@@ -144,23 +142,8 @@ async def batches(load: Load, url: str, session: aiohttp.ClientSession) -> int:
     """Jobs of the server, with windows near, middle and far. They are cancelled at END_S."""
     end_s, ids = time.monotonic() + END_S, []
     for number, lengths in enumerate(load.lines, 1):
-        rows = [
-            {
-                "custom_id": str(line),
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": body(10_000 * number + line, length),
-            }
-            for line, length in enumerate(lengths)
-        ]
-        form = aiohttp.FormData({"purpose": "batch"})
-        form.add_field("file", "\n".join(map(json.dumps, rows)), filename="in.jsonl")
-        async with session.post(f"{url}/v1/files", data=form) as response:
-            file_id = (await response.json())["id"]
-        window = f"{round(number * END_S)}s"
-        new = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": window}
-        async with session.post(f"{url}/v1/batches", json=new) as response:
-            ids.append((await response.json())["id"])
+        bodies = [body(10_000 * number + line, length) for line, length in enumerate(lengths)]
+        ids.append(await add_batch(session, url, bodies, window_s=round(number * END_S)))
     await asyncio.sleep(end_s - time.monotonic())
     return sum([await _cancelled(session, url, batch_id) for batch_id in ids])
 

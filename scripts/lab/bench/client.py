@@ -110,3 +110,22 @@ async def get_text(session: aiohttp.ClientSession, url: str) -> str:
     """The text of a page, for example Prometheus metrics."""
     async with session.get(url) as response:
         return await response.text()
+
+
+async def add_batch(
+    session: aiohttp.ClientSession, url: str, bodies: Sequence[Mapping[str, Any]], *, window_s: int = 86_400
+) -> str:
+    """Upload a file of chat completions, and make a batch of it. Returns the id of the batch.
+
+    Raises AssertionError when the server refuses the file or the batch.
+    """
+    endpoint = "/v1/chat/completions"
+    fixed = {"method": "POST", "url": endpoint}
+    rows = [json.dumps({"custom_id": str(number), **fixed, "body": body}) for number, body in enumerate(bodies)]
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(rows), filename="requests.jsonl")
+    async with session.post(f"{url}/v1/files", data=form) as response:
+        file = Reply(response.status, await response.read()).answer
+    made = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": f"{window_s}s"}
+    reply = await ask(session, url, made, path="/v1/batches")
+    return str(reply.answer["id"])
