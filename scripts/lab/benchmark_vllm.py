@@ -31,8 +31,8 @@ without a priority are first come, first served.
                   and the edges of the bins are known
     memory        all at once, on a server whose KV cache is far too small for its slots: the gain of holding requests
                   back
-    own           all at once, with llmserve's own forecasts and no trained predictor: a cold server, and a server with
-                  the --state of another server that answered as many other prompts
+    own           all at once, with llmserve's own forecasts and no trained predictor: a cold server, and servers with
+                  the --state of another server that answered as many other prompts, or the same prompts
     ahead-X       Poisson arrivals at X times the capacity; llmserve without priorities beside llmserve whose requests
                   carry their turns as priorities, so that more of them may be sent ahead
     kill          two vLLM servers behind llmserve; one is killed when half of the requests are answered

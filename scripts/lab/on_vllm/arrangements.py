@@ -21,7 +21,8 @@ class Arrangement:
     bins         number of bins, with a barrier
     bound        False: llmserve ignores the engine's memory
     own          forecasts of llmserve itself, without a trained predictor: "" (off), "cold" (the server has seen no
-                 answer), or "warm" (it has the state of a server that answered as many other prompts)
+                 answer), "warm" (it has the state of a server that answered as many other prompts), or "again" (it has
+                 the state of a server that answered the same prompts)
     ahead        requests that llmserve sends ahead carry their turns as priorities
     """
 
@@ -60,7 +61,7 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
         sent = [Arrangement(order, "predicted", ahead=ahead) for order in ordered for ahead in (False, True)]
         return [DIRECT, Arrangement("priority", "predicted"), *sent]
     if part == "own":
-        return [DIRECT, Arrangement("boost", own="cold"), Arrangement("boost", own="warm")]
+        return [DIRECT, *[Arrangement("boost", own=own) for own in ("cold", "warm", "again")]]
     if part == "memory":
         bound = [Arrangement(order, kind) for order in ("fffs", "shortest") for kind in ("oracle", "predicted")]
         return [DIRECT, *bound, Arrangement("fffs", "oracle", bound=False)]

@@ -110,16 +110,16 @@ async def _warm_up(engines: Engines, url: str) -> None:
 
 
 async def _own_pass(args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load) -> list[Outcome]:
-    """A burst to a server that forecasts by itself. A warm server has the state of an earlier server, whose burst had
-    as many other prompts. The requests that warm up the engine go directly to the engine, so that llmserve learns
-    nothing from them.
+    """A burst to a server that forecasts by itself. Any but a cold one has the state of an earlier server, whose burst
+    had as many other prompts, or the same. The requests that warm up the engine go directly to the engine, so that
+    llmserve learns nothing from them.
     """
     count = len(load.prompts)
+    earlier = {"warm": engines.prompts[count : 2 * count], "again": load.prompts}.get(arrangement.own)
     with TemporaryDirectory() as state:
-        if arrangement.own == "warm":
+        if earlier:
             async with front(args, arrangement, engines, Path(state)) as url:
-                others = engines.prompts[count : 2 * count]
-                await send([url] * len(others), all_at_once(others))
+                await send([url] * count, all_at_once(earlier))
         async with front(args, arrangement, engines, Path(state)) as url:
             await _warm_up(engines, engines.urls[0])
             return await send([url] * count, all_at_once(load.prompts))
