@@ -19,6 +19,8 @@ import numpy as np
 from bench.client import add_batch, ask, at_their_times, get_text, session_of
 from bench.servers import Server, fake_engine, front_end
 
+from batch_jobs.simulated import Aimd
+
 SLOTS, STEP_S = 32, 0.03
 TOKENS_MEAN, SPREAD = 40.0, 0.7  # of answers, log-normal
 BURST_S, IDLE_S, CYCLES = 10.0, 10.0, 4  # the first cycle does not count for the times to first tokens
@@ -106,36 +108,37 @@ async def beside(load: Load, url: str, lines: Lines | None) -> Seen:
 
 
 async def aimd(load: Load, url: str, session: aiohttp.ClientSession) -> int:
-    """One more line in flight for each that ends; half as many when a scrape finds requests that wait in the engine."""
-    limit, tokens = 1.0, 0
+    """One more line in flight for each that ends; half as many while scrapes find requests that wait in the engine."""
+    limit = Aimd(lambda _: 1.0, SCRAPE_S, 4.0 * SLOTS)
+    tokens = in_engine = 0
     waiting = [length for lines in reversed(load.lines) for length in reversed(lines)]
     running: set[asyncio.Task[None]] = set()
     end_s, scrape_s = time.monotonic() + END_S, time.monotonic() + SCRAPE_S
 
     async def line(length: int) -> None:
-        nonlocal limit, tokens
+        nonlocal tokens
         reply = await ask(session, url, body(len(waiting), length))
         tokens += reply.tokens
-        limit = min(4.0 * SLOTS, limit + 1.0)
+        limit.answered(in_engine, time.monotonic())
 
     while time.monotonic() < end_s:
-        while waiting and len(running) < int(limit):
+        while waiting and len(running) < int(limit.concurrency):
             task = asyncio.ensure_future(line(waiting.pop()))
             running.add(task)
             task.add_done_callback(running.discard)
         if time.monotonic() >= scrape_s:
             scrape_s += SCRAPE_S
-            if _waiting(await get_text(session, f"{url}/metrics")):
-                limit = max(1.0, limit / 2.0)
+            in_engine = _waiting(await get_text(session, f"{url}/metrics"))
         await asyncio.wait([*running, asyncio.ensure_future(asyncio.sleep(0.05))], return_when="FIRST_COMPLETED")
     for task in running:
         task.cancel()
     return tokens
 
 
-def _waiting(metrics: str) -> bool:
+def _waiting(metrics: str) -> int:
+    """Requests that wait in the engine."""
     lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_waiting")]
-    return any(float(line.rsplit(" ", 1)[1]) > 0 for line in lines)
+    return round(sum([float(line.rsplit(" ", 1)[1]) for line in lines]))
 
 
 async def batches(load: Load, url: str, session: aiohttp.ClientSession) -> int:
