@@ -67,6 +67,19 @@ def _engines_of_group(engines: EngineConfig, group: str, plan: herd.Plan) -> tup
     return tuple(entries)
 
 
+def planned_models(config: Config) -> set[str]:
+    """Return the models of the server's group. Without --group the scheduler knows the plan's groups."""
+    engines = config.engines
+    if engines.plan is None or engines.group is None:
+        return set()
+    return {
+        model
+        for group in _groups_of(herd.Plan.load(engines.plan))
+        if group.name == engines.group
+        for model in group.served
+    }
+
+
 def served_models(config: Config) -> Callable[[str], bool]:
     """Return a test of whether to serve a model that an engine lists: the model of --model, or those of --group."""
     engines = config.engines
@@ -74,8 +87,7 @@ def served_models(config: Config) -> Callable[[str], bool]:
     only = None if engines.has_vllm or engines.has_embedded else engines.model
     if engines.plan is None or engines.group is None:
         return lambda model: only in (None, model)
-    planned = _groups_of(herd.Plan.load(engines.plan))
-    own = {model for group in planned if group.name == engines.group for model in group.served}
+    planned, own = _groups_of(herd.Plan.load(engines.plan)), planned_models(config)
     elsewhere = {model for group in planned if group.name != engines.group for model in group.models}
     takes_rest = engines.group == FALLBACK
     return lambda model: only in (None, model) and (model in own or (takes_rest and model not in elsewhere))

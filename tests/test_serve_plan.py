@@ -206,6 +206,21 @@ async def test_a_worker_without_an_engine_is_an_error_with_the_nearest_name(tmp_
 # ---- a single group ----
 
 
+@pytest.mark.parametrize("group", [None, "left"])
+async def test_a_model_of_the_plan_without_an_engine_is_503_and_not_404(
+    start_front: StartFront, tmp_path: Path, group: str | None
+) -> None:
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m", "later"), streams=(("chat", "soon"),), workers=("w0",)))
+    async with engines(1) as fakes:
+        front = await start_front(engines=placed(fakes, plan=plan, group=group))
+        assert await ask(front, "m") == (200, name_of(fakes[0]))
+        async with front.post(model="later") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (503, "no_engine")
+            assert response.headers["retry-after"]
+        assert (await ask(front, "soon", "chat"))[0] == 503
+        assert (await ask(front, "other"))[0] == 404
+
+
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
     start_front: StartFront, tmp_path: Path
 ) -> None:

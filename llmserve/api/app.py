@@ -42,7 +42,7 @@ from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.asker import as_asked
 from llmserve.cluster.answer_forms import COMPLETION
-from llmserve.cluster.fitting import check_fits
+from llmserve.cluster.fitting import check_served
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
@@ -262,7 +262,7 @@ class _Endpoints:
             call = as_asked(call, exchange.headers.get(ASKER_HEADER))
         else:
             call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
-        self._check_served(call)
+        check_served(call, self._cluster)
         if call.form is not COMPLETION:
             call = self._cluster.routes.routed(call)
         answer = _Answer(call, exchange, account)
@@ -296,14 +296,6 @@ class _Endpoints:
         if len(models) != 1:
             raise BadRequest("`model` is required", param="model", code="missing_required_parameter")
         return replace(call, prompt=replace(call.prompt, model=models[0]))
-
-    def _check_served(self, call: Call) -> None:
-        models = self._cluster.models
-        if (model := models.get(call.model)) is not None:
-            check_fits(call, model, self._cluster.fleet.infos_of(call.model))
-            return
-        if not self._cluster.fleet.may_come(call.model):
-            raise model_not_found(call.model, models)
 
     # ---- models ----
 

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from llmserve.api.limits import Account, KeyCharge, KeyLimits
 from llmserve.api.parse import CallParser
 from llmserve.cluster.answer_forms import COMPLETION
-from llmserve.cluster.fitting import check_fits
+from llmserve.cluster.fitting import check_served
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
-from llmserve.errors import RequestError, Unauthorized, Unavailable, model_not_found
+from llmserve.errors import RequestError, Unauthorized, Unavailable
 from llmserve.jobs.estimates import Work
 from llmserve.jobs.validation import ANSWER_TOKENS
 from llmserve.request import Call, Request
@@ -116,7 +116,7 @@ class LineDoor:
         if not client.is_in_flight:  # its window has closed, or its batch was cancelled
             return lambda: None
         call = self._as_line(call, account, self._deadline_s(expires_at), after_tokens)
-        self._check_served(call)
+        check_served(call, self._cluster)
         if call.form is not COMPLETION:
             call = self._cluster.routes.routed(call)
         in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
@@ -144,13 +144,6 @@ class LineDoor:
             background=True,
             after_tokens=after_tokens,
         )
-
-    def _check_served(self, call: Call) -> None:
-        models = self._cluster.models
-        if (model := models.get(call.model)) is not None:
-            check_fits(call, model, self._cluster.fleet.infos_of(call.model))
-        elif not self._cluster.fleet.may_come(call.model):
-            raise model_not_found(call.model, models)
 
     def _charge(self, account: Account, model: str) -> KeyCharge | None:
         if not account.budgets and self._key_limits.usage is None:

@@ -1,12 +1,25 @@
-"""Refuses requests that no engine can ever hold, by what is certain before they run. Estimates refuse nothing."""
+"""Refuses requests that no engine can ever serve, by what is certain before they run. Estimates refuse nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from llmserve.engines.engine import ServedModel
-from llmserve.errors import BadRequest
+from llmserve.errors import BadRequest, model_not_found
 from llmserve.request import Call, EngineInfo
+
+if TYPE_CHECKING:
+    from llmserve.cluster.live import LiveCluster
+
+
+def check_served(call: Call, cluster: LiveCluster) -> None:
+    """Raise ModelNotFound for a model that no engine has or is to have; as `check_fits` where engines have it."""
+    model = cluster.models.get(call.model)
+    if model is not None:
+        check_fits(call, model, cluster.fleet.infos_of(call.model))
+    elif not (cluster.fleet.may_come(call.model) or call.model in cluster.scheduler.groups.layout.models):
+        raise model_not_found(call.model, cluster.models)
 
 
 def check_fits(call: Call, model: ServedModel, engines: Iterable[EngineInfo]) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -144,6 +144,7 @@ class Fleet:
         self._notify = notify
         self._on_lost = on_lost
         self._is_served = is_served
+        self.planned: Collection[str] = ()  # models that the server's group is for
 
     @property
     def models(self) -> Listed:
@@ -191,8 +192,8 @@ class Fleet:
         return (*handle.models, *self._lanes.on(handle.name, handle.models, handle.endpoints))
 
     def may_come(self, model: str) -> bool:
-        """Whether an engine whose models are not known yet may serve this one."""
-        return self._is_served(model) and not all(handle.seen for handle in self.handles.values())
+        """Whether the model is planned, or an engine whose models are not known yet may serve it."""
+        return model in self.planned or (self._is_served(model) and any(not one.seen for one in self.handles.values()))
 
     def engines_of(self, model: str) -> int:
         """Number of engines that serve the model, or did when they were last up."""

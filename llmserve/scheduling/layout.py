@@ -13,7 +13,7 @@ K = TypeVar("K")
 
 
 class Layout:
-    """names: of all groups, the fallback group included.
+    """names : of all groups, the fallback group included.  models : that some group is for
 
     Raises ValueError when two groups share a name, a worker, a model or a (stream, model) pair.
     """
@@ -25,6 +25,7 @@ class Layout:
         self._of_worker = _inverse("worker", [(worker, group) for group in groups for worker in group.workers])
         self._of_model = _inverse("model", [(model, group) for group in groups for model in group.models])
         self._of_stream = _inverse("stream", [(pair, group) for group in groups for pair in group.streams])
+        self.models = {*self._of_model, *(model for _, model in self._of_stream)}
 
     def group_of_worker(self, worker: str) -> str:
         return self._of_worker.get(worker, FALLBACK)
