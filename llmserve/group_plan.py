@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -143,7 +144,7 @@ def replanner(config: Config) -> Callable[[Rates], tuple[PlannedGroup, ...]] | N
         nonlocal previous
         now = dict(silent)
         now.update({(stream, model): rate_per_s for stream, model, rate_per_s in rates if model in names})
-        previous = herd.replan(instance, now, previous)
+        previous = herd.replan(instance, now, previous, holds_s=engines.replan_every_s or math.inf)
         return _groups_of(previous)
 
     return replan

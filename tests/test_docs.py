@@ -284,8 +284,8 @@ def row_of(rows: list[dict[str, Any]], **cells: Any) -> dict[str, Any]:
     return row
 
 
-def burst(arrangement: str, quantity: str) -> float:
-    rows = results("vllm")["burst"]["rows"]
+def burst(arrangement: str, quantity: str, part: str = "burst") -> float:
+    rows = results("vllm")[part]["rows"]
     return float(row_of(rows, arrangement=arrangement)["ratios"]["direct"][quantity])
 
 
@@ -323,9 +323,12 @@ def people(score: str) -> float:
 Claims = Mapping[str, tuple[Callable[[], float], ...]]
 ROUGH, RANDOM = "llmserve shortest, predicted", "llmserve shortest, random"
 PRIORITY = "vLLM by priority, predicted"
+COLD, WARM = "llmserve boost, own forecasts, cold", "llmserve boost, own forecasts, warm"
 RATIOS = ("tokens_per_s", "latency_s_mean", "latency_s_p99")
 BURST: Claims = {
     "llmserve, predictions as rough as real ones": tuple(lambda q=q: burst(ROUGH, q) for q in RATIOS),
+    "llmserve, no trained predictor, after 400 other answers": tuple(lambda q=q: burst(WARM, q, "own") for q in RATIOS),
+    "llmserve, no trained predictor, first start": tuple(lambda q=q: burst(COLD, q, "own") for q in RATIOS),
     "llmserve, random predictions": tuple(lambda q=q: burst(RANDOM, q) for q in RATIOS),
     "vLLM alone, the same rough predictions as priorities": tuple(lambda q=q: burst(PRIORITY, q) for q in RATIOS),
 }

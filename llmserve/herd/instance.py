@@ -93,6 +93,7 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     group_gpus_max  most GPUs that one scheduler can serve
     groups          most groups
     affinity_max    largest `divergence` of two models of a group, at least 1; None: no limit
+    load_s          seconds in which a GPU loads a model, and serves nothing; 0 where all GPUs have all models
     """
 
     streams: tuple[Stream, ...] | StreamColumns
@@ -102,6 +103,7 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     group_gpus_max: Count
     groups: Count
     affinity_max: Annotated[float, Meta(ge=1)] | None = None
+    load_s: NotNegative = 0.0
 
     @classmethod
     def load(cls, path: str | Path) -> Instance:
@@ -123,6 +125,7 @@ LEAST = {  # least value of a number; None: above 0
     "group_gpus_max": 1,
     "groups": 1,
     "affinity_max": 1,
+    "load_s": 0,
     "memory_gb": None,
     "alpha_ms": None,
     "beta_ms": 0,

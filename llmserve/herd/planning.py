@@ -8,11 +8,13 @@ There are four ways to keep models in the groups of a previous plan. If the prev
 stays (1). Otherwise HiGHS searches the optimal grouping in which the most models stay; of very many models it places
 only some anew (2). The grouping found without the previous plan is a candidate too, its groups named after the previous
 groups that share most models with them (3), and so are the previous groups, repaired greedily (4). The plan takes the
-candidate of (2) to (4) with the fewest moves.
+candidate of (2) to (4) with the fewest moves. The previous plan stays where loading models would cost more than
+the new plan gains (`replan`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,6 +27,7 @@ import numpy as np
 from llmserve.errors import NoPlan
 from llmserve.herd.instance import (
     ROUNDING,
+    SLACK,
     Bools,
     Count,
     Floats,
@@ -207,23 +210,68 @@ def replan(
     rates_per_s: Rates,
     previous: Plan,
     *,
+    holds_s: float = math.inf,
     time_limit_s: float = TIME_LIMIT_S,
     on_found: OnFound | None = None,
 ) -> Plan:
     """A plan for other rates, in the form (as printed or not) of the previous one.
 
-    rates_per_s : by (stream, model) or by model; other rates stay (`with_rates`).
+    rates_per_s : by (stream, model) or by model; other rates stay (`with_rates`).  holds_s : how long this plan holds
 
     The least burst tolerance is as large as without a previous plan. Among the plans that reach it, this plan has few
     moves: none if the previous groups reach it; otherwise the fewest moves that HiGHS finds in the time and for the
     number of models, or the moves of the plan made without a previous plan if those are fewer.
 
+    Loading takes GPU-seconds, `loading_s`: a share of those in which the plan holds. The previous plan stays if its
+    burst tolerance at the new rates is smaller by no more than this share.
+
     Raises ConfigError on a rate below 0 or of an unknown model, and NoPlan.
     """
     changed = with_rates(instance, rates_per_s)
-    return plan(
+    best = plan(
         changed, as_printed=previous.as_printed, time_limit_s=time_limit_s, previous=previous, on_found=on_found
     )
+    lost = loading_s(previous, best, instance.load_s) / (instance.gpus * holds_s)
+    stayed = _at_other_rates(changed, previous) if lost else None
+    if stayed is None or best.burst_tolerance is None or stayed.burst_tolerance is None:
+        return best
+    if stayed.burst_tolerance < (1.0 - lost) * best.burst_tolerance:
+        return best
+    gap = (best.bound or 0.0) / stayed.burst_tolerance - 1
+    return msgspec.structs.replace(stayed, bound=best.bound, gap=gap, solve_s=best.solve_s)
+
+
+def loading_s(previous: Plan, new: Plan, load_s: float) -> float:
+    """GPU-seconds in which models are loaded for the new plan: on GPUs that join a group all of its models, on its
+    other GPUs the models that it did not have. load_s : of a model on a GPU
+    """
+    before = {group.name: group for group in previous.groups}
+    loads = 0
+    for group in new.groups:
+        old = before.get(group.name)
+        stay = min(group.gpus, old.gpus) if old is not None else 0
+        others = len({*group.models} - {*(old.models if old is not None else ())})
+        loads += (group.gpus - stay) * len(group.models) + stay * others
+    return load_s * loads
+
+
+def _at_other_rates(instance: Instance, previous: Plan) -> Plan | None:
+    """The previous plan's groups with the tolerances at the instance's rates; None if they cannot serve these."""
+    numbers = {name: number for number, group in enumerate(previous.groups) for name in group.models}
+    if any(group.streams for group in previous.groups) or any(model.name not in numbers for model in instance.models):
+        return None
+    streams = streams_of(instance)
+    needs = needs_of(instance, streams)
+    sizes = np.array([group.gpus for group in previous.groups])
+    of_models = np.array([numbers[model.name] for model in instance.models])
+    loads = np.bincount(of_models, by_model(instance, streams, needs), sizes.size)
+    if sizes.sum() > instance.gpus or (not previous.as_printed and (loads > sizes + SLACK).any()):
+        return None
+    names = [group.name for group in previous.groups]
+    stayed = _plan_of(instance, streams, needs, Grouping(of_models, sizes), names)
+    workers = {group.name: group.workers for group in previous.groups}
+    groups = [msgspec.structs.replace(group, workers=workers[group.name]) for group in stayed.groups]
+    return msgspec.structs.replace(stayed, groups=tuple(groups), as_printed=previous.as_printed, moves=0)
 
 
 def _plan_of(instance: Instance, streams: Streams, needs: Floats, grouping: Grouping, names: Sequence[str]) -> Plan:

@@ -20,7 +20,7 @@ class Replanning:
     """
 
     def __init__(self, instance: Instance, every_s: float) -> None:
-        self._instance = instance
+        self._instance, self._every_s = instance, every_s
         streams = herd.streams_of(instance)
         self._names = [model.name for model in instance.models]
         models = [self._names[index] for index in streams.model]
@@ -54,7 +54,7 @@ class Replanning:
                 pair = (stream, model) if (stream, model) in now else model
                 now[pair] = now.get(pair, 0.0) + rate_per_s
         try:
-            return herd.replan(self._instance, now, previous)
+            return herd.replan(self._instance, now, previous, holds_s=self._every_s)
         except herd.NoPlan as error:
             log.warning("the groups stay: %s", error)
             return None

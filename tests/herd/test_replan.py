@@ -11,8 +11,10 @@ from instances import check, instance, instance_of_rates, random_instance, table
 
 from llmserve.errors import ConfigError
 from llmserve.herd import (
+    HerdGroup,
     Instance,
     Model,
+    Plan,
     Rates,
     Stream,
     StreamColumns,
@@ -24,6 +26,7 @@ from llmserve.herd import (
     streams_of,
     with_rates,
 )
+from llmserve.herd.planning import loading_s
 from llmserve.herd.repair import repaired
 from llmserve.herd.task import task_of
 
@@ -51,6 +54,42 @@ def test_few_models_move_if_necessary_and_the_tolerance_stays_optimal() -> None:
         moved = sum(old[model] != group.name for group in replanned.groups for model in group.models)
         assert replanned.moves == moved
         assert moved <= 4
+
+
+@pytest.mark.parametrize("holds_s", [30.0, 300.0, 3_000.0])
+def test_models_are_loaded_only_for_a_plan_that_gains_more_than_their_loading_costs(holds_s: float) -> None:
+    stays = moves = 0
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        problem = instance_of_rates(rng.uniform(1.0, 9.0, 7).tolist(), gpus=12, group_gpus_max=5, groups=4)
+        rates = {f"m{k}": float(rate) for k, rate in enumerate(rng.uniform(1.0, 9.0, 7))}
+        previous, best = plan(problem), replan(problem, rates, plan(problem))
+        replanned = replan(msgspec.structs.replace(problem, load_s=20.0), rates, previous, holds_s=holds_s)
+        check(with_rates(problem, rates), replanned)
+        need = {model.name: model.gpus_needed for model in best.models}
+        of_previous = [(group.gpus, [need[model] for model in group.models]) for group in previous.groups]
+        tolerance = min(gpus / max(needs) for gpus, needs in of_previous)
+        lost = loading_s(previous, best, 20.0) / (12 * holds_s)
+        assert best.burst_tolerance is not None
+        if all(sum(needs) <= gpus for gpus, needs in of_previous) and tolerance >= (1 - lost) * best.burst_tolerance:
+            stays += 1
+            assert [(g.name, g.gpus, g.models) for g in replanned.groups] == [
+                (g.name, g.gpus, g.models) for g in previous.groups
+            ]
+            assert replanned.moves == 0
+        else:
+            moves += 1
+            assert replanned.groups == best.groups
+    assert moves, "groups that are overloaded, or gain much, move whatever it costs"
+    assert (stays > 0) == (holds_s < 3_000)
+
+
+def test_loading_counts_all_models_on_a_groups_new_gpus_and_new_models_on_its_others() -> None:
+    before = Plan((HerdGroup("a", 2, ("x", "y")), HerdGroup("b", 3, ("z",))))
+    after = Plan((HerdGroup("a", 3, ("x", "z")), HerdGroup("b", 1, ("y",)), HerdGroup("c", 1, ("v", "w"))))
+    # a: x and z on its new GPU, z on two others; b: y on the GPU that stays; c: v and w
+    assert loading_s(before, after, 10.0) == 10.0 * (2 + 2 + 1 + 2)
+    assert loading_s(before, before, 10.0) == 0.0
 
 
 def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
