@@ -200,9 +200,12 @@ async def test_a_stream_that_began_with_a_comment_runs_again_when_its_engine_fai
         event = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
         return web.Response(body=event, content_type="text/event-stream")
 
+    async def list_models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake"}]})
+
     app = web.Application()
     app.router.add_post("/v1/chat/completions", fail_first)
-    app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "fake"}]}))
+    app.router.add_get("/v1/models", list_models)
     async with TestServer(app) as engine:
         front = await start_front(str(engine.make_url("")), **SOON)
         status, stream = await read(front)
