@@ -233,11 +233,11 @@ def replan(
     )
     lost = loading_s(previous, best, instance.load_s) / (instance.gpus * holds_s)
     stayed = _at_other_rates(changed, previous) if lost else None
-    if stayed is None or best.burst_tolerance is None or stayed.burst_tolerance is None:
+    if stayed is None or stayed.burst_tolerance is None or best.burst_tolerance is None or best.bound is None:
         return best
     if stayed.burst_tolerance < (1.0 - lost) * best.burst_tolerance:
         return best
-    gap = (best.bound or 0.0) / stayed.burst_tolerance - 1
+    gap = best.bound / stayed.burst_tolerance - 1
     return msgspec.structs.replace(stayed, bound=best.bound, gap=gap, solve_s=best.solve_s)
 
 
