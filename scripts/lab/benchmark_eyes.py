@@ -9,7 +9,7 @@ of its own, and its time is the least of its repetitions, in processor time; the
 other work on the machine changes a time little. Medians over the rounds; a ratio is the median of each round's ratio
 to `off`. With callgrind the instructions of a turn can be counted instead, see --turn.
 
-With --before the way is whole: sockets, a trivial upstream and 32 clients in the one process (bench/whole_hop.py), for
+With --before the way is whole: sockets, a trivial upstream and --clients in the one process (bench/whole_hop.py), for
 another checkout may have other seams. Each round has the least time and the tenth percentile of its batches.
 """
 
@@ -210,13 +210,13 @@ def measure(rounds: int, requests: int, repetitions: int) -> list[Row]:
     return rows
 
 
-def measure_hop(before: Path, rounds: int, requests: int, batches: int) -> list[Row]:
+def measure_hop(before: Path, rounds: int, requests: int, batches: int, clients: int) -> list[Row]:
     """The whole hop of this checkout and of another one, in turn."""
     trees = {"before": before, "now": ROOT}
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in trees}
     for number in range(rounds):
         for name in in_turn(list(trees), number):
-            times_us = sorted(child(trees[name], str(HOP), str(requests), str(batches)))
+            times_us = sorted(child(trees[name], str(HOP), str(requests), str(batches), str(clients)))
             turns[name].append((times_us[0], times_us[len(times_us) // 10]))
         log(f"round {number + 1}/{rounds}")
     rows = []
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="in a repetition, or a batch")
     parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
     parser.add_argument("--before", type=Path, metavar="TREE", help="measure the hop beside that of another checkout")
+    parser.add_argument("--clients", type=int, default=32, help="connections at once, with --before (%(default)s)")
     parser.add_argument("--turn", help="print the time of one turn of this variant, and nothing else")
     add_results(parser)
     args = parser.parse_args()
@@ -250,7 +251,7 @@ def main() -> None:
         return
     columns = {"front-end": ("front-end", "")}
     if args.before is not None:
-        rows = measure_hop(args.before, args.rounds, args.requests, args.repetitions)
+        rows = measure_hop(args.before, args.rounds, args.requests, args.repetitions, args.clients)
         columns |= {"processor us of a request, least": ("cpu_us_least", ".0f"), "p10": ("cpu_us_p10", ".0f")}
         columns |= {"of before, least": ("ratio_least", ".3f"), "of before, p10": ("ratio_p10", ".3f")}
     else:

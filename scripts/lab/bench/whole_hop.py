@@ -1,6 +1,6 @@
 """One process with a trivial upstream, `llmserve serve`, and raw clients: the processor time of a request's whole way.
 
-    python scripts/lab/bench/whole_hop.py REQUESTS BATCHES    # prints microseconds for each batch of requests, as JSON
+    python scripts/lab/bench/whole_hop.py REQUESTS BATCHES CLIENTS    # prints microseconds of each batch, as JSON
 
 Everything goes over loopback sockets. The upstream answers at once and the clients write the same bytes again and
 again, so that most of the time is the front-end's. Nothing is learnt from answers: learning takes a share of the time,
@@ -22,7 +22,7 @@ import uvloop
 from llmserve.serve import serving
 from llmserve.settings import Config, EngineConfig, LiveConfig, PredictorConfig, ServerConfig
 
-CLIENTS, SLOTS = 32, 64
+SLOTS = 64
 START_S = 60.0
 USAGE = b'"usage":{"prompt_tokens":9,"completion_tokens":1,"total_tokens":10}'
 TOLD = b'{"id":"a","choices":[{"index":0,"message":{"content":"word"},"finish_reason":"stop"}],%b}' % USAGE
@@ -105,7 +105,7 @@ class Load:
             self._done.set_result(None)
 
 
-async def measure(requests: int, batches: int) -> list[float]:
+async def measure(requests: int, batches: int, clients: int) -> list[float]:
     """Processor microseconds of a request in each batch of requests, after one that is not measured."""
     loop = asyncio.get_running_loop()
     upstream = await loop.create_server(Upstream, "127.0.0.1", 0)
@@ -121,7 +121,7 @@ async def measure(requests: int, batches: int) -> list[float]:
             while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (once)
                 await asyncio.sleep(0.01)
         load = Load()
-        for _ in range(CLIENTS):
+        for _ in range(clients):
             _, client = await loop.create_connection(lambda: Client(load), "127.0.0.1", int(url.rpartition(":")[2]))
             load.clients.append(client)
         await load.run(requests)
@@ -139,4 +139,4 @@ async def measure(requests: int, batches: int) -> list[float]:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    print(json.dumps(uvloop.run(measure(int(sys.argv[1]), int(sys.argv[2])))))
+    print(json.dumps(uvloop.run(measure(*map(int, sys.argv[1:])))))
