@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -73,12 +73,11 @@ def planned_models(config: Config) -> set[str]:
     engines = config.engines
     if engines.plan is None or engines.group is None:
         return set()
-    return {
-        model
-        for group in _groups_of(herd.Plan.load(engines.plan))
-        if group.name == engines.group
-        for model in group.served
-    }
+    return _models_of(engines.group, _groups_of(herd.Plan.load(engines.plan)))
+
+
+def _models_of(name: str, planned: Iterable[PlannedGroup]) -> set[str]:
+    return {model for group in planned if group.name == name for model in group.served}
 
 
 def served_models(config: Config) -> Callable[[str], bool]:
@@ -88,7 +87,8 @@ def served_models(config: Config) -> Callable[[str], bool]:
     only = None if engines.has_vllm or engines.has_embedded else engines.model
     if engines.plan is None or engines.group is None:
         return lambda model: only in (None, model)
-    planned, own = _groups_of(herd.Plan.load(engines.plan)), planned_models(config)
+    planned = _groups_of(herd.Plan.load(engines.plan))
+    own = _models_of(engines.group, planned)
     elsewhere = {model for group in planned if group.name != engines.group for model in group.models}
     takes_rest = engines.group == FALLBACK
     return lambda model: only in (None, model) and (model in own or (takes_rest and model not in elsewhere))
