@@ -128,6 +128,10 @@ def test_what_is_now_is_the_growth_between_two_readings() -> None:
 # ---- a running server ----
 
 
+OF_THE_TESTS = "front_end_busy"
+"""The server runs in the process of the tests, which may have kept a core busy ever since its start."""
+
+
 async def codes(url: str, *words: str) -> tuple[int, dict[str, str]]:
     """Exit status, and the level of each finding by its code."""
     process = await asyncio.create_subprocess_exec(
@@ -135,7 +139,9 @@ async def codes(url: str, *words: str) -> tuple[int, dict[str, str]]:
     )
     output, _ = await process.communicate()
     assert process.returncode is not None
-    return process.returncode, {row["code"]: row["level"] for row in json.loads(output)["findings"]}
+    found = {row["code"]: row["level"] for row in json.loads(output)["findings"]}
+    found.pop(OF_THE_TESTS, None)
+    return process.returncode, found
 
 
 async def test_a_running_server_is_looked_at_from_outside(start_front: StartFront) -> None:
@@ -159,7 +165,8 @@ async def test_a_server_with_keys_is_asked_with_the_admin_key(start_front: Start
         front = await start_front(engine, server=settings)
         with pytest.raises(ConfigError, match="--admin-key-file"):
             await asyncio.to_thread(doctor.of_server, front.url, None, 0.0)
-        (refused,) = await asyncio.to_thread(doctor.of_server, front.url, tmp_path / "admin", 0.0)
+        found = await asyncio.to_thread(doctor.of_server, front.url, tmp_path / "admin", 0.0)
+    (refused,) = [finding for finding in found if finding.code != OF_THE_TESTS]
     assert (refused.level, refused.code) == ("note", "refused_invalid_api_key")
 
 

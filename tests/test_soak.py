@@ -11,6 +11,7 @@ from llmserve.settings import PredictorConfig
 
 SETTLED = 1000  # the journal and the windows of lengths in memory are full then
 MORE = 1500
+ROUNDS = 3  # something else in the process of the tests may grow in one of them, an object for each request in all
 
 
 async def ask(front: Front, count: int) -> None:
@@ -38,6 +39,11 @@ async def test_no_object_stays_for_each_request(start_front: StartFront) -> None
     async with FakeEngine(step_s=0.0) as engine:
         front = await start_front(engine, prediction=PredictorConfig(memory_keys=0))  # templates have their own tests
         await ask(front, SETTLED)
-        settled = memory_blocks()
-        await ask(front, MORE)
-        assert memory_blocks() - settled < MORE / 2
+        grown: list[int] = []
+        for _ in range(ROUNDS):
+            settled = memory_blocks()
+            await ask(front, MORE)
+            grown.append(memory_blocks() - settled)
+            if grown[-1] < MORE / 2:
+                return
+    raise AssertionError(f"{MORE} requests leave {grown} blocks behind")
