@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import internal_kv
 from ray.util import get_node_ip_address
@@ -197,13 +198,20 @@ class RayMachines:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         elif process.kind == "door":
             strategy = "SPREAD"
-        elif near := self._node_of(process.near):
+        elif near := self._node_near(process):
             strategy = NodeAffinitySchedulingStrategy(near, soft=True)
+        cpus = process.cpus if node is None else 0.0  # there is a place for it, however full the node is
         options = {"name": process.name, "namespace": self._namespace, "get_if_exists": True}
         actor = ray.remote(KeeperActor).options(
-            **KEEPER_OPTIONS, **options, num_cpus=process.cpus, num_gpus=process.gpus, scheduling_strategy=strategy
+            **KEEPER_OPTIONS, **options, num_cpus=cpus, num_gpus=process.gpus, scheduling_strategy=strategy
         )
         return actor.remote(self._cluster, process.name)
+
+    def _node_near(self, process: Process) -> str | None:
+        """The node of the process's engines, if it has room: Ray would wait for room there, and add no other node."""
+        node = self._node_of(process.near)
+        free = available_resources_per_node().get(node, {}) if node is not None else {}
+        return node if free.get("CPU", 0.0) >= process.cpus else None
 
     def _node_of(self, workers: Sequence[str]) -> str | None:
         """The node of the first of these workers that is placed."""
