@@ -135,8 +135,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="which batch runs next: fffs, shortest, boost, edf, flex, clockwork or a custom order. "
             "Orders of formed batches: fffs (first formed, first served), shortest (shortest predicted first, ageing "
-            "by --patience), boost (by arrival less a boost for short answers that follows the load and the whole "
-            "forecast), edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
+            "by --patience), boost (by arrival less a boost for short answers that follows the load), "
+            "edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
             "can meet its deadlines, which may preempt far smaller batches: Shepherd), clockwork (the earliest "
             "deadline that can be met). MODULE:FUNCTION names a custom order: a function without arguments that "
             "returns the order (default: fffs, or shortest where slots refill)",

@@ -162,10 +162,9 @@ class Load:
         self.waits, self.calibration, self.prompts = WaitTail(), Calibration(), PromptTime()
         self.work_us = sum([queued.work_us for queued in waiting])
 
-    def tell(self, requests: Iterable[QueuedRequest], slots: int, *, trusted: bool) -> None:
-        """Give requests what their turns go by. slots : of the model.  trusted : whether forecasts count"""
+    def tell(self, requests: Iterable[QueuedRequest], slots: int) -> None:
+        """Give requests what their turns go by. slots : of the model"""
         for queued in requests:
-            queued.lengths = queued.request.quantiles if trusted else ()
             queued.slots, queued.decay_s = max(1, slots), self.waits.decay_s
 
     def arrive(self, queued: QueuedRequest, forecast: float | None, seconds: float, mean: float, ahead: int) -> bool:

@@ -5,7 +5,7 @@ Multi-Bin Batching. An order of the moment decides when an engine is free, by wh
 
     fffs       first formed, first served                                                        (Multi-Bin)
     shortest   shortest predicted first, with ageing
-    boost      earliest arrival less a boost, which is large for short answers and follows the load (gamma-Boost)
+    boost      earliest arrival less a boost, which is large for short answers and follows the load   (generalized c mu)
     edf        earliest deadline first
     clockwork  the earliest deadline that can be met, in the largest batch that meets it         (Shepherd, Section 7)
     flex       the largest batch that can be in time; it preempts far smaller batches            (Shepherd, Section 5.2)
@@ -25,9 +25,8 @@ from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
-SCALE_MAX = 1e300  # keeps quotients finite
-EXPONENT_MAX = 500.0  # keeps e^x finite; beyond about 40 the boost is zero anyway
-EXCESS_MIN = 1e-12  # keeps the boost of an answer of no length finite
+LONG = 4.0  # of exponential service times, one in 55 is more than so many times the mean; see `boosted`
+LENGTH_MIN, LENGTH_MAX = 1e-6, 1e6  # of the mean; keep turns finite, and exact to a microsecond or so
 PREEMPTION_FACTOR = 3.03
 
 Key = tuple[float, ...]
@@ -217,41 +216,32 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
 
 
 def boosted(queued: QueuedRequest) -> float:
-    """The turn under gamma-Boost, seconds: the arrival, less the request's boost, plus the boost of a mean request.
+    """The turn under boost, seconds: the arrival, plus a delay that is below 0 for requests shorter than the mean.
 
-        boost = 1 / gamma * ln(M / (M - 1)),   M = E e^(gamma S / k)
+        turn = a + d (1 - m / s + max(0, s / (LONG m) - 1))
 
-    S : time of the request on a slot, with its prompt, over its whole forecast.  k : slots; together they serve as one
-    server that is k times as fast.  gamma : the decay rate of the wait's tail (WaitTail), 1 / decay_s.
+    a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request.  d : seconds
+    of waiting by which the tail of the wait falls by a factor e (WaitTail).
 
-    Of the orders of one server this one has the lightest tail: two neighbours are in order when exchanging them raises
-    the sum of e^(gamma latency). Source: Yu & Scully, arXiv 2404.08826, where gamma solves the equation
-    gamma = lambda (E e^(gamma S) - 1). That root is the limit of the far tail, for Poisson arrivals and known rates;
-    near capacity a small error of a rate changes it by a factor. So gamma is measured.
+    m / s is the boost. Of two requests the one of the greater m / s + age / d is first. 1 / s is what a second of a
+    slot gains in finished requests; waiting for d counts as much as a mean request's boost. This is the generalized
+    c mu rule for the cost T + (s / m) T^2 / 2d of a latency T (van Mieghem, Annals of Applied Probability 5(3), 1995).
+    The boosts of the mean request and of longer ones hardly differ, so these keep nearly the order of arrival, which
+    has a short tail. Short requests are little work, so going first they delay others little.
 
-    Boosts grow with the load, and requests that were sorted at different loads may be compared: of several models, and
-    between two sorts of a queue. So the boost of a mean request is subtracted: at any load the turn of a mean request
-    is its arrival. While no request has had to wait, and without forecasts, the order is first come, first served.
+    The last term is for requests that are rare unless lengths differ more than exponential ones; then they take much of
+    the time, and the tail is lightest if a request waits in proportion to its own length (Nuyens, Wierman & Zwart,
+    Operations Research 56(1), 2008). In order of arrival all others would wait for the longest.
+
+    A mean request's turn is its arrival at any load, so turns of several loads are comparable: of several models, and
+    between two sorts of a queue. While no request has had to wait, and without forecasts, the order is first come,
+    first served.
     """
     decay_s = queued.decay_s
     if decay_s <= 0.0:
         return queued.arrived_at_s
-    scale = min(1.0 / (queued.slots * decay_s), SCALE_MAX)
-    prompt, expected = scale * queued.prompt_s, queued.expected_tokens
-    per_token = min(scale * (queued.service_s - queued.prompt_s) / expected, SCALE_MAX)
-    lengths, expm1 = queued.lengths or (expected,), math.expm1
-    if prompt + per_token * lengths[-1] <= EXPONENT_MAX:  # the longest; for nearly all requests
-        terms = [expm1(prompt + per_token * tokens) for tokens in lengths]
-    else:
-        terms = [expm1(min(prompt + per_token * tokens, EXPONENT_MAX)) for tokens in lengths]
-    excess = sum(terms) / len(terms)
-    mean = math.expm1(min(scale * queued.service_mean_s, EXPONENT_MAX))
-    return queued.arrived_at_s + decay_s * (_boost(mean) - _boost(excess))
-
-
-def _boost(excess: float) -> float:
-    """ln(M / (M - 1)). excess : M - 1"""
-    return math.log1p(1.0 / max(excess, EXCESS_MIN))
+    length = min(max(queued.service_s / queued.service_mean_s, LENGTH_MIN), LENGTH_MAX)  # s / m
+    return queued.arrived_at_s + decay_s * (1.0 - 1.0 / length + max(0.0, length / LONG - 1.0))
 
 
 # ---- keys of the moment --------------------------------------------------------------------------------------------

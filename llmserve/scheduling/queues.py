@@ -25,9 +25,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     service_s        likely time on a slot, by the seconds a token at its arrival; service_mean_s : of the mean answer
     prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
-    lengths          equally likely lengths by its present forecast, tokens; (): only expected_tokens
     slots, decay_s   of its model: slots, and the decay of the wait's tail, as it was last sorted
-    prompt_s, lengths, slots and decay_s are set for orders that follow the load only, by scheduling/load.py
+    prompt_s, slots and decay_s are set for orders that follow the load only, by scheduling/load.py
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
@@ -49,7 +48,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
     group: str = ""
     sort_length: float = 0.0
     prompt_s: float = 0.0
-    lengths: tuple[float, ...] = ()
     slots: int = 1
     decay_s: float = 0.0
     judged: tuple[Request, float | None] | None = None
@@ -82,7 +80,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def expect(self, tokens: float, likely: float) -> None:
         """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
-        self.expected_tokens, self.likely_tokens, self.lengths = tokens, likely, self.request.quantiles
+        self.expected_tokens, self.likely_tokens = tokens, likely
         self.total_tokens = self.request.total_tokens(tokens)
 
 

@@ -1,4 +1,4 @@
-"""The order boost: by arrival less a boost that follows the load and the whole forecast."""
+"""The order boost: by arrival less a boost that follows the load."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from llmserve.scheduling.window_queue import WindowQueue
 from llmserve.simulate import Scenario, Summary, simulate
 
 
-def queued(
-    tokens: float, *, lengths: tuple[float, ...] = (), at_s: float = 0.0, decay_s: float = 100.0, slots: int = 1
-) -> QueuedRequest:
+def queued(tokens: float, *, at_s: float = 0.0, decay_s: float = 100.0) -> QueuedRequest:
     """A request of these tokens, one second each; the mean request takes 10 seconds."""
     waiting = QueuedRequest(Request(0), 0, at_s, None, tokens, tokens, tokens, 10.0)
-    waiting.lengths, waiting.decay_s, waiting.slots = lengths, decay_s, slots
+    waiting.decay_s = decay_s
     return waiting
 
 
@@ -55,25 +53,30 @@ def test_a_burst_goes_shortest_first_although_its_first_requests_were_sorted_at_
     assert started[:100] == pytest.approx(sorted(tokens)[:100], rel=0.2)
 
 
-def test_of_equal_means_the_more_certain_answer_goes_first() -> None:
-    certain, gamble = queued(20.0), queued(20.0, lengths=(5.0, 5.0, 50.0))
-    assert boosted(certain) < boosted(gamble)
+@pytest.mark.parametrize(
+    ("tokens", "turn_s"), [(1.0, -893.0), (5.0, -93.0), (10.0, 7.0), (20.0, 57.0), (40.0, 82.0), (80.0, 194.5)]
+)
+def test_a_turn_is_the_arrival_less_a_boost_in_inverse_proportion_to_the_length(tokens: float, turn_s: float) -> None:
+    """7 + d (1 - m / s + max(0, s / 4 m - 1)) with d = 100 and m = 10."""
+    assert boosted(queued(tokens, at_s=7.0)) == pytest.approx(turn_s)
 
 
-def test_the_boost_is_that_of_the_paper_less_that_of_a_mean_request() -> None:
-    """One slot: b = 1/gamma ln(M / (M - 1)) with M = E e^(gamma S), gamma = 1 / decay_s."""
+def test_the_order_is_the_generalized_c_mu_rule() -> None:
+    """Of two requests the one of the greater c'(age) / s is first, with c(T) = T + (s / m) T^2 / 2d."""
+    rng, now_s = random.Random(7), 1_000.0
+    waiting = [queued(rng.uniform(1.0, 40.0), at_s=rng.uniform(0.0, now_s)) for _ in range(50)]
 
-    def boost_s(lengths: list[float]) -> float:
-        mean = np.mean(np.exp(np.array(lengths) / 100.0))
-        return 100.0 * math.log(mean / (mean - 1.0))
+    def index(request: QueuedRequest) -> float:
+        slope = 1.0 + request.service_s / 10.0 * (now_s - request.arrived_at_s) / 100.0
+        return slope / request.service_s
 
-    turn_s = boosted(queued(20.0, lengths=(5.0, 15.0, 40.0), at_s=7.0))
-    assert turn_s == pytest.approx(7.0 - boost_s([5.0, 15.0, 40.0]) + boost_s([10.0]))
+    assert sorted(waiting, key=boosted) == sorted(waiting, key=index, reverse=True)
 
 
-def test_k_slots_count_as_one_server_that_is_k_times_as_fast() -> None:
-    slow, pooled = queued(30.0, decay_s=800.0), queued(30.0, decay_s=100.0, slots=8)
-    assert boosted(slow) == pytest.approx(8.0 * boosted(pooled))
+def test_a_request_of_many_times_the_mean_waits_in_proportion_to_its_length() -> None:
+    first_s, second_s, third_s = [boosted(queued(tokens)) for tokens in (1_000.0, 2_000.0, 3_000.0)]
+    assert second_s - first_s == pytest.approx(100.0 * 1_000.0 / 40.0, rel=0.001)
+    assert third_s - second_s == pytest.approx(second_s - first_s, rel=0.001)
 
 
 def test_a_mean_request_keeps_its_arrival_as_its_turn_at_any_load() -> None:
@@ -90,8 +93,7 @@ def test_a_higher_load_lets_a_short_request_pass_over_more() -> None:
 def test_every_turn_is_a_number_however_short_or_long_the_answer() -> None:
     for tokens in (1e-300, 1e-9, 1.0, 1e9, 1e300):
         for decay_s in (1e-300, 1e-9, 1.0, 1e9, 1e300):
-            for slots in (1, 10_000):
-                assert math.isfinite(boosted(queued(tokens, lengths=(0.0, tokens), decay_s=decay_s, slots=slots)))
+            assert math.isfinite(boosted(queued(tokens, decay_s=decay_s)))
 
 
 # ---- the tail of the wait ----
@@ -201,6 +203,13 @@ def test_boost_shortens_the_mean_more_than_the_usual_patience_and_keeps_the_tail
     assert boost.latency_s_mean < 0.95 * patient.latency_s_mean
     assert boost.latency_s_mean < 0.7 * first.latency_s_mean
     assert boost.latency_s_p99 < 1.2 * first.latency_s_p99
+
+
+def test_where_lengths_differ_far_more_than_exponential_ones_boost_keeps_the_tail_at_half_the_mean() -> None:
+    fields = {"load": 0.97, "predictions": "quantiles:1.0", "requests": 20_000, "seed": 104}
+    first, boost = [simulated(order, **fields) for order in ("fffs", "boost")]
+    assert boost.latency_s_mean < 0.42 * first.latency_s_mean
+    assert boost.latency_s_p99 < 1.1 * first.latency_s_p99
 
 
 def test_boost_serves_short_requests_first_in_overload_without_starving_the_long() -> None:
