@@ -35,8 +35,7 @@ from transformers.utils import logging
 from predictor.dataset import Row, Splits, length_sample
 from predictor.encoding import Encoding
 from predictor.errors import PredictorError
-from predictor.evaluate import evaluate
-from predictor.export import add_forecasts, check_export, drop_quantized, export, quantize
+from predictor.export import add_forecasts, check_export, export, quantize_if_accurate
 from predictor.model import LengthConfig, LengthModel
 from predictor.numbers import fix_number_embeddings
 from predictor.predict import LengthPredictor
@@ -51,7 +50,6 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 WORDS_MAX = 1000
-INT8_LOSS_MAX = 0.01  # largest loss of 4-bin accuracy on the validation rows for serving with 8 bits
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -106,8 +104,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of a training. export : 4-bin accuracy on the validation rows with 8 and 32 bits, and the bits that
-    serve on a CPU."""
+    """The result of a training. export : of quantize_if_accurate."""
 
     predictor: LengthPredictor
     parameters: int
@@ -141,7 +138,7 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
     trained = LengthModel(model.config)  # a copy without the wrappers of mixed precision
     trained.load_state_dict({name: weight.float().cpu() for name, weight in model.state_dict().items()})
     export(trained, tokenizer, encoding, length_sample(splits.train), output)
-    chosen = _quantize_if_accurate(output, splits.validation)
+    chosen = quantize_if_accurate(output, splits.validation)
     add_forecasts(output, LengthPredictor.load(output), splits.validation)
     shutil.rmtree(checkpoints)
     return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
@@ -192,26 +189,6 @@ def _load_best_weights(trainer: Trainer, members: Sequence[Weights]) -> None:
     if len(members) > 1:
         alone = ", ".join(f"{loss:.4f}" for loss in losses[1:])
         print(f"validation loss {losses[0]:.4f} averaged, {alone} alone", file=sys.stderr, flush=True)
-
-
-def _quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Add the 8-bit model unless it loses too much accuracy; return the accuracies and the bits for CPUs."""
-    quantize(folder)
-    full, quantized = (_accuracy(LengthPredictor.load(folder, bits=bits), rows) for bits in (32, 8))
-    bits = 8 if quantized >= full - INT8_LOSS_MAX else 32
-    if bits == 32:
-        drop_quantized(folder)
-    print(
-        f"4-bin accuracy on the validation rows: {full:.1%} with 32 bits, {quantized:.1%} with 8; {bits} serve on CPUs",
-        file=sys.stderr,
-        flush=True,
-    )
-    return {"accuracy_32_bits": round(full, 4), "accuracy_8_bits": round(quantized, 4), "cpu_bits": bits}
-
-
-def _accuracy(predictor: LengthPredictor, rows: Sequence[Row]) -> float:
-    lengths = predictor.predict([row.prompt for row in rows])
-    return evaluate(lengths, [row.output_tokens for row in rows], predictor.training_lengths).bin_accuracy[4]
 
 
 # ---- the untrained network ----------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import predictor
+from predictor.dataset import Row
 from predictor.errors import BadPredictor
-from predictor.export import quantize
-from predictor.predict import LengthPredictor
+from predictor.export import quantize, quantize_if_accurate
+from predictor.predict import INT8_FILE, MODEL_FILE, LengthPredictor
 from predictor.prompt import Prompt
 
 TEXTS = ["count", "spell banana " * 50, "", "7", "half a \ud800 pair", "x" * 10_000]
@@ -40,6 +42,29 @@ def test_the_8_bit_model_predicts_nearly_as_the_32_bit_model(folder: Path) -> No
     small = LengthPredictor.load(folder).predict(prompts)
     assert not np.array_equal(small, full), "the 8-bit model serves on a CPU when it is there"
     assert small == pytest.approx(full, rel=0.1)
+
+
+def test_8_bits_serve_only_when_they_predict_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = LengthPredictor.load(folder).predict([Prompt(text) for text in TEXTS])[:, 2]
+    rows = [Row(Prompt(text), round(float(length))) for text, length in zip(TEXTS, served, strict=True)]
+    assert quantize_if_accurate(folder, rows)["cpu_bits"] == 8
+    assert (folder / INT8_FILE).is_file()
+
+    def poor(folder: Path) -> None:
+        """The 32-bit model with lengths twice as long."""
+        model = onnx.load(folder / MODEL_FILE)
+        two = onnx.numpy_helper.from_array(np.array(2.0, np.float32), "two")
+        model.graph.initializer.append(two)
+        for node in model.graph.node:
+            node.output[:] = ["half" if name == "lengths" else name for name in node.output]
+        model.graph.node.append(onnx.helper.make_node("Mul", ["half", "two"], ["lengths"]))
+        onnx.save(model, folder / INT8_FILE)
+
+    monkeypatch.setattr("predictor.export.quantize", poor)
+    chosen = quantize_if_accurate(folder, rows)
+    assert chosen["cpu_bits"] == 32
+    assert chosen["pinball_tokens_8_bits"] > chosen["pinball_tokens_32_bits"]
+    assert not (folder / INT8_FILE).exists()
 
 
 @pytest.mark.parametrize("name", ["predictor.json", "model.onnx", "tokenizer.json", "training_lengths.json"])
