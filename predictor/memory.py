@@ -129,14 +129,14 @@ class Neighbours:
     """
 
     __slots__ = (
-        *("_alone", "_at", "_cap", "_capped", "_least", "_logs", "_quantiles", "_unused", "count"),
+        *("_alone", "_at", "_cap", "_capped", "_least", "_logs", "_quantiles", "_size", "_unused", "count"),
         *("over_others", "over_predictor"),
     )
 
     def __init__(self, size: int, least: int) -> None:
-        self._logs = np.empty(size)
-        self._capped = np.zeros(size, dtype=bool)
-        self._least = least
+        self._size, self._least = size, least
+        self._logs: list[float] = []  # most keys have one length, so an array of `size` would be mostly empty
+        self._capped: list[bool] = []
         self._quantiles: list[float] = []
         self._alone: Logs | None = None  # the forecast without a standing forecast, until it changes
         self._cap = 0.0  # quantiles that are nan are above this cap
@@ -147,14 +147,17 @@ class Neighbours:
         self.over_predictor = Duel(max(1, size // 2))  # against a predictor, maybe overruled by coarser keys
 
     def learn(self, actual: float, capped: bool) -> None:
-        self._logs[self._at], self._capped[self._at] = actual, capped
-        self._at = (self._at + 1) % self._logs.size
-        if self.count < self._logs.size:
+        if self.count < self._size:
+            self._logs.append(actual)
+            self._capped.append(capped)
             self.count += 1
             self._alone = None
+        else:
+            self._logs[self._at], self._capped[self._at] = actual, capped
+        self._at = (self._at + 1) % self._size
         self._unused += 1
         if self.count >= self._least and self._unused > min(15, self.count // 8):
-            logs, flags = self._logs[: self.count], self._capped[: self.count]
+            logs, flags = np.array(self._logs), np.array(self._capped)
             self._quantiles = sample_quantiles(logs, flags, _LEVELS).tolist()
             self._cap = float(np.max(logs, where=flags, initial=0.0))
             self._unused, self._alone = 0, None
@@ -200,8 +203,8 @@ class Neighbours:
 
     def write(self, columns: State, row: int) -> None:
         """Write everything into a row of the arrays of `_columns`."""
-        columns["logs"][row, : self.count] = self._logs[: self.count]
-        columns["capped"][row, : self.count] = self._capped[: self.count]
+        columns["logs"][row, : self.count] = self._logs
+        columns["capped"][row, : self.count] = self._capped
         columns["numbers"][row] = (
             *(self._at, self.count, self._unused, self._cap, len(self._quantiles)),
             *self.over_others.numbers(),
@@ -212,11 +215,12 @@ class Neighbours:
 
     def read(self, columns: State, row: int) -> None:
         """Take back what `write` wrote."""
-        self._logs[:], self._capped[:] = columns["logs"][row], columns["capped"][row]
         numbers: list[float] = columns["numbers"][row].tolist()
         self._at, self.count, self._unused = map(int, numbers[:3])
-        if not (0 <= self._at < self._logs.size and 0 <= self.count <= self._logs.size):
+        if not (0 <= self._at < self._size and 0 <= self.count <= self._size):
             raise ValueError("the state of a key names lengths that it does not hold")
+        self._logs = columns["logs"][row, : self.count].tolist()
+        self._capped = columns["capped"][row, : self.count].tolist()
         self._cap, self._alone = numbers[3], None
         self._quantiles = columns["quantiles"][row].tolist() if numbers[4] else []
         self.over_others.take(numbers[5:8])
@@ -418,8 +422,9 @@ def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[b
     text = prompt.text
     for characters in PREFIXES:
         if len(text) > characters:
-            keys.append(_extended(application, b"%d:" % characters, text[:characters].encode("utf-8", "surrogatepass")))
-    keys.append(_extended(application, b"all:", _ends(text)))
+            start = f"{characters}:{text[:characters]}"
+            keys.append(_extended(application, start.encode("utf-8", "surrogatepass")))
+    keys.append(_extended(application, b"all:" + _ends(text)))
     return tuple(keys)
 
 
@@ -429,9 +434,8 @@ def _kind(model: str, stops: bool, secret: bytes) -> blake2b:
     return blake2b(repr((model, stops)).encode("utf-8", "backslashreplace"), digest_size=KEY_BYTES, key=secret)
 
 
-def _extended(start: blake2b, kind: bytes, text: bytes) -> bytes:
+def _extended(start: blake2b, text: bytes) -> bytes:
     extended = start.copy()
-    extended.update(kind)
     extended.update(text)
     return extended.digest()
 

@@ -146,14 +146,16 @@ class OnlineLearner:
         features: Features | None,
     ) -> Forecast:
         calibrated = text = learnt = None
+        tokens: tuple[float, ...] = ()
         if predicted:
             recalibration = self._recalibrations.get(kind)
             calibrated = recalibration.corrected(predicted, s) if recalibration else ascending(predicted)
         if self._text and features:
             text = self._text.forecast(kind[0], features, calibrated[MIDDLE] if calibrated else None)
-            learnt = self._text.quantiles(kind[0], text)
+            tokens = self._text.lengths(kind[0], text)
+            learnt = tuple(map(math.log, tokens)) or None
         verdict = self.memory.judge(chain, calibrated, learnt)
-        lengths = tuple([math.exp(log) for log in verdict.logs])
+        lengths = tokens if verdict.logs is learnt else tuple(map(math.exp, verdict.logs))
         return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text))
 
     def _read(self, raw: Sequence[float] | None) -> Sequence[float]:

@@ -57,22 +57,10 @@ class Recalibration:
         self._shift = 0.0  # w_a a
         self._correction: tuple[float, ...] = (0.0,) * LEVELS  # w c_i
 
-    @property
-    def count(self) -> int:
-        """Answers learnt."""
-        return self._count
-
     def corrected(self, logs: Sequence[float], s: float) -> Logs:
         """logs : (LEVELS,) as predicted; s : their width, in log tokens."""
-        return ascending(self._moved(logs, s))
-
-    def corrected_around(self, differences: Sequence[float], s: float) -> list[float]:
-        """As `corrected`, of quantiles given by their differences from the prediction's middle: without limits."""
-        return sorted(self._moved(differences, s))
-
-    def _moved(self, logs: Sequence[float], s: float) -> list[float]:
         shift = self._shift
-        return [log + shift + s * c for log, c in zip(logs, self._correction, strict=True)]
+        return ascending([log + shift + s * c for log, c in zip(logs, self._correction, strict=True)])
 
     def learn(self, logs: Sequence[float], s: float, actual: float, capped: bool) -> None:
         """Learn from a prediction and the logarithm of the real length, or, if capped, of a lower bound."""
@@ -113,7 +101,7 @@ class Recalibration:
     def _refit(self) -> None:
         n = min(self._count, self._capped.size)
         errors, widths, capped = self._errors[:, :n], self._widths[:n], self._capped[:n]
-        self._shift = _shift(errors[MIDDLE], capped)
+        self._shift = common_shift(errors[MIDDLE], capped)
         residuals = (errors - self._shift) / widths
         if capped.any():
             c = np.array([float(sample_quantiles(residuals[i], capped, _P[i])) for i in range(LEVELS)])
@@ -121,9 +109,7 @@ class Recalibration:
                 c = _completed(c, residuals)
         else:
             c = _own_quantiles(np.sort(residuals, axis=1))
-        strength = float(np.mean(c**2))
-        w = strength / (strength + CHANCE / n)
-        self._correction = tuple((w * c).tolist())
+        self._correction = tuple(beyond_chance(c, n).tolist())
         self._unused = 0
 
 
@@ -138,7 +124,13 @@ def _own_quantiles(ascending: Array) -> Array:
     return quantiles
 
 
-def _shift(errors: Array, capped: NDArray[np.bool_]) -> float:
+def beyond_chance(c: Array, n: int) -> Array:
+    """w c, for corrections by n answers."""
+    strength = float(np.mean(c**2))
+    return c * (strength / (strength + CHANCE / n))
+
+
+def common_shift(errors: Array, capped: NDArray[np.bool_]) -> float:
     """w_a a. errors : (n,) y - l_mid.  0 when most answers were capped: then only the levels are corrected."""
     low, a, high = sample_quantiles(errors, capped, np.array([0.25, 0.5, 0.75]))
     if np.isnan([low, a, high]).any():

@@ -1,9 +1,8 @@
 """A prompt as hashed features, for a linear model that learns while serving.
 
-The features are the words of the text, their first letters, pairs of words, the text's first and last words, its
-length and form, and the facts beside the text: model, system prompt, history, stop strings, tools, format and
-max_tokens. The words are features once for all models and once for the prompt's own model, so that models share what
-they have in common.
+The features are the words of the text, pairs of words, the text's first and last words, its length and form, and the
+facts beside the text: model, system prompt, history, stop strings, tools, format and max_tokens. The words are features
+once for all models and once for the prompt's own model, so that models share what they have in common.
 
 Each word is hashed with a secret key (BLAKE2b), so the indices do not reveal the words without the key. Long texts keep
 their two ends, so that the work per prompt is bounded.
@@ -13,7 +12,7 @@ Pure: the same secret and prompt always give the same features.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -37,24 +36,27 @@ CHARACTERS_USUAL = 7.0
 """Logarithm, to the base 2, of the length of a text of value 0."""
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
-STEM_LETTERS = 4
 VOCABULARY_MAX = 1 << 14
-"""Words whose hashes are kept for the next prompt; the oldest half is forgotten when there are more."""
+"""Words and facts whose hashes are kept for the next prompt; then all are forgotten."""
+NAMES_MAX = 200
+"""More than the words and facts of a prompt."""
+FORMS_MAX = 1 << 10
+"""Forms of prompts, and lists of tasks, whose facts are kept for the next prompt; then all are forgotten."""
 
 FIRST, PAIRS, EARLY = 4, 2, 8
 """Words and pairs with a feature of their place; words with a feature of being among the first."""
 FORMS = 6
-"""Facts that every request has."""
+"""Facts that every request has: the model, and those of its form."""
 
 _NUMBER = re.compile(r"\b\d{1,9}\b")
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
 _ASCII_WORD = re.compile(r"[a-z]{1,30}|[0-9]{1,9}|[^a-z0-9_\s\x1c-\x1f]")  # the same words of lower-case ASCII, sooner
 # The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
-_WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
+_ALIKE, _FOR_THE_MODEL = 1.0, 0.6  # words and pairs, and words for the model
 _OTHERS = {
+    **{f"pair {place}": 0.5 for place in range(PAIRS)},
     "early word": 0.5,
     **{f"word {place}": 0.5 for place in range(FIRST)},
-    **{f"pair {place}": 0.5 for place in range(PAIRS)},
     "last word": 0.5,
     "model": 1.0,
     "form": 0.15,
@@ -62,7 +64,7 @@ _OTHERS = {
     "word of the system prompt": 0.5,  # over the root of their number
     "amount": 1.0,  # each has a value of its own
 }
-_SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
+_SIZES = np.array([*_OTHERS.values()], dtype=np.float32)
 
 
 class Features(NamedTuple):
@@ -81,112 +83,167 @@ def _multipliers(count: int) -> NDArray[np.uint64]:
     return np.array([int.from_bytes(digest, "big") | 1 for digest in digests], dtype=np.uint64)
 
 
-_NAMED = {task: f"task {task}" for task in TASK_OF.values()}
-_NAMED_EARLY = {task: f"early task {task}" for task in TASK_OF.values()}
-_KINDS = _multipliers(len(_SIZES))
-_LEFT, _RIGHT = _multipliers(len(_SIZES) + 2)[-2:]  # for the words of a pair
-_SHIFT = np.uint64(64 - BITS)
+_LEFT, *_OTHER_KINDS = _multipliers(1 + len(_OTHERS)).tolist()
+_FIRST_OF_A_PAIR = np.array(_LEFT, dtype=np.uint64)
+_KINDS = np.array(_OTHER_KINDS, dtype=np.uint64)
+_TASKS = [*dict.fromkeys(TASK_OF.values())]
+_SHIFT = np.array(64 - BITS, dtype=np.uint64)
+
+
+class Vocabulary:
+    """Hashes of words and of the names of facts, with a secret key of at most 64 bytes.
+
+    hashes : by row.  task_of : by row, for words that name a task: 2 to the power of its place in _TASKS.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._keyed = blake2b(key=secret, digest_size=8)
+        self._row_of: dict[str, int] = {}
+        self.hashes = np.empty(VOCABULARY_MAX, dtype=np.uint64)
+        self.task_of: dict[int, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a prompt's words may find no place."""
+        return len(self._row_of) > VOCABULARY_MAX - NAMES_MAX
+
+    def clear(self) -> None:
+        """Make all rows free for other words."""
+        self._row_of.clear()
+        self.task_of.clear()
+
+    def rows_of(self, words: Iterable[str]) -> list[int]:
+        """words : may be read twice."""
+        rows = [*map(self._row_of.get, words)]
+        if None in rows:
+            rows = [self._remember(word) if row is None else row for word, row in zip(words, rows, strict=True)]
+        return rows  # type: ignore[return-value]
+
+    def _remember(self, word: str) -> int:
+        if (known := self._row_of.get(word)) is not None:  # the second time in a text
+            return known
+        row = self._row_of[word] = len(self._row_of)
+        keyed = self._keyed.copy()
+        keyed.update(word.encode("utf-8", "surrogatepass"))
+        self.hashes[row] = int.from_bytes(keyed.digest(), "big")
+        if word in TASK_OF:
+            self.task_of[row] = 1 << _TASKS.index(TASK_OF[word])
+        return row
 
 
 class TextFeatures:
     """Reads prompts. secret : key of the hashes, at most 64 bytes."""
 
     def __init__(self, secret: bytes) -> None:
-        self._keyed = blake2b(key=secret, digest_size=8)
-        self._row_of: dict[str, int] = {}
-        self._stems: dict[str, int] = {}  # hashes of first letters
-        self._hashes = np.empty((VOCABULARY_MAX, 2), dtype=np.uint64)  # hashes of each word and of its first letters
+        self._vocabulary = Vocabulary(secret)
+        self._forms: dict[tuple[str, int, int, bool, str], list[int]] = {}  # rows of FORMS facts
+        self._tasks_of: dict[tuple[int, ...], list[int]] = {}  # rows of the facts about tasks
 
     def read(self, prompt: Prompt) -> Features:
-        words = _words(prompt.text, WORDS_MAX)
-        seen = list(dict.fromkeys(words))  # a word counts once, as does a pair of words
-        facts = [*_facts(prompt), *_tasks(seen)]
-        amounts = _amounts(prompt.text[:TEXT_FIRST], words)
-        system = list(dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX))) if prompt.system else []
-        names = [*facts, *seen, *system, *amounts, f"sender {prompt.sender[:NAME_CHARACTERS]}"]
-        rows, row_of = self._rows_of(names), self._row_of
-        hashes = self._hashes.take(rows + [row_of[word] for word in words], axis=0)
-        one, start = hashes[:, 0], len(facts)
-        end, last = start + len(seen), len(names)
-        own, text = one[start:end], one[last:]
-        pairs = first_pairs = text[:-1] * _LEFT + text[1:] * _RIGHT
-        if len(seen) < len(words) and len(set(pairwise(words))) < len(pairs):
-            pairs, _ = np.unique(pairs, return_counts=True)  # without counts NumPy imports numpy.ma first
-        parts = (
-            *(own, hashes[start:end, 1], pairs, own * one[0]),
-            *(own[:EARLY], text[:FIRST], first_pairs[:PAIRS], text[-1:]),
-            *(one[:start], one[end : last - 1]),
+        vocabulary = self._vocabulary
+        if vocabulary.is_full:
+            self._forget()
+        text, rows_of = _words(prompt.text, WORDS_MAX), vocabulary.rows_of
+        words, amounts = rows_of(text), _amounts(prompt.text[:TEXT_FIRST], text)
+        seen = [*dict.fromkeys(words)]  # a word counts once
+        facts = _facts(prompt)
+        system = [*dict.fromkeys(rows_of(_words(prompt.system, SYSTEM_WORDS_MAX)))] if prompt.system else []
+        others = rows_of([*facts, *amounts, f"sender {prompt.sender[:NAME_CHARACTERS]}"])
+        facts_rows = self._tasks(seen) + others[: len(facts)]
+        others = [*facts_rows, *system, *others[len(facts) :]]
+        placed = [*seen[:EARLY], *words[:FIRST], *words[-1:]]
+        hashes = vocabulary.hashes.take([*seen, *words, *placed, *self._form(prompt), *others])
+        kinds, sizes = _kinds_and_sizes(
+            len(seen[:EARLY]), len(words[:FIRST]), len(facts_rows), len(system), len(amounts)
         )
-        kinds, usual = _kinds_and_values(len(words), len(seen), len(pairs), len(facts), len(system), len(amounts))
-        indices = np.concatenate(parts) * kinds >> _SHIFT
-        values = usual.copy()
+        indices = _indices(hashes, len(words), len(seen), len(placed), kinds)
+        unseen = len(words) - len(seen)
+        values = np.concatenate((_sizes(len(words))[unseen : unseen + len(indices) - len(sizes)], sizes))
         values[-len(amounts) :] = [*amounts.values()]
-        return Features(indices.view(np.int64), values, int(one[last - 1]))
+        return Features(indices, values, int(hashes[-1]))
 
-    def _rows_of(self, words: list[str]) -> list[int]:
-        """Places of the words in `_hashes`."""
-        row_of = self._row_of
-        if len(row_of) + len(words) > VOCABULARY_MAX:
-            row_of.clear()
-            self._stems.clear()
-        try:
-            return [row_of[word] for word in words]
-        except KeyError:
-            for word in words:
-                if word not in row_of:
-                    self._remember(word)
-            return [row_of[word] for word in words]
+    def _forget(self) -> None:
+        for kept in (self._vocabulary, self._forms, self._tasks_of):
+            kept.clear()
 
-    def _remember(self, word: str) -> None:
-        row, letters = len(self._row_of), word[:STEM_LETTERS]
-        stem = self._stems.get(letters)
-        if stem is None:
-            stem = self._stems[letters] = self._hash("stem " + letters)
-        self._hashes[row, 0], self._hashes[row, 1] = self._hash(word), stem
-        self._row_of[word] = row
+    def _tasks(self, words: list[int]) -> list[int]:
+        """Rows of the tasks that the words name, of those that the first words name, and of the first two of these
+        together.
+        """
+        task_of = self._vocabulary.task_of
+        named = [task_of[word] for word in words if word in task_of]
+        first = [task_of[word] for word in words[:EARLY] if word in task_of] if named else named
+        key = (sum({*named}), sum({*first}), *first[:2])
+        return self._tasks_of.get(key) or self._remember_tasks(*key)
 
-    def _hash(self, text: str) -> int:
-        keyed = self._keyed.copy()
-        keyed.update(text.encode("utf-8", "surrogatepass"))
-        return int.from_bytes(keyed.digest(), "big")
+    def _remember_tasks(self, named: int, first: int, *two: int) -> list[int]:
+        """named, first : sums of tasks, each counted once."""
+        if len(self._tasks_of) == FORMS_MAX:
+            self._tasks_of.clear()
+        names = ["tasks " + " ".join(_TASKS[task.bit_length() - 1] for task in two)]
+        names += [f"task {task}" for place, task in enumerate(_TASKS) if named >> place & 1]
+        names += [f"early task {task}" for place, task in enumerate(_TASKS) if first >> place & 1]
+        rows = self._tasks_of[named, first, *two] = self._vocabulary.rows_of(names)
+        return rows
+
+    def _form(self, prompt: Prompt) -> list[int]:
+        """Rows of the facts that every request has: the model, the text's length, and its form."""
+        text, model = prompt.text, prompt.model[:NAME_CHARACTERS]
+        double_log, lines = int(2 * math.log(len(text) + 1)), min(text.count("\n"), 6)
+        key = model, double_log, lines, ":" in text, text[-1:]
+        rows = self._forms.get(key)
+        if rows is None:
+            length = f"length {double_log}", f"about {double_log // 2}", f"lines {lines}"
+            if len(self._forms) == FORMS_MAX:
+                self._forms.clear()
+            names = f"model {model}", *length, f"colon {key[3]}", f"end {key[4]}"
+            rows = self._forms[key] = self._vocabulary.rows_of(names)
+        return rows
 
 
-def _places(words: int) -> tuple[bool, ...]:
-    """Which of the features that have a place a text of so many words has."""
-    return (*(place < words for place in range(FIRST)), *(place < words - 1 for place in range(PAIRS)), words > 0)
+def _indices(
+    hashes: NDArray[np.uint64], words: int, seen: int, placed: int, kinds: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """hashes : of the `seen` words, of all `words`, of `placed` words again, of the facts, and of the sender."""
+    end = seen + words
+    own, text, model = hashes[:seen], hashes[seen:end], hashes[end + placed, ...]
+    pairs = text[:-1] * _FIRST_OF_A_PAIR + text[1:]
+    indices = np.concatenate((own * model, own, pairs, pairs[:PAIRS], hashes[end:-1]))
+    indices[-len(kinds) :] *= kinds
+    indices >>= _SHIFT
+    return indices.view(np.int64)
 
 
-@lru_cache(maxsize=128)
-def _kinds_and_values(
-    words: int, seen: int, pairs: int, facts: int, system: int, amounts: int
+@lru_cache(maxsize=WORDS_MAX + 1)
+def _sizes(words: int) -> NDArray[np.float32]:
+    """(3 words,) sizes of the features of a text of so many words: words for the model, and words and pairs."""
+    sizes = np.array([_FOR_THE_MODEL, _ALIKE, _ALIKE], dtype=np.float32) / np.float32(math.sqrt(max(1, words)))
+    return sizes.repeat(words)
+
+
+@lru_cache(maxsize=512)
+def _kinds_and_sizes(
+    early: int, first: int, facts: int, system: int, amounts: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """The multiplier and the value of each feature of a prompt with so many of each kind, amounts' values aside.
+    """The multiplier and the size of each feature of _OTHERS of a prompt with so many of each kind.
 
-    Most prompts share theirs with earlier ones: all that are kept take less than 0.5 MB.
+    first : words of the first FIRST.  Most prompts share theirs with earlier ones: all that are kept take below 1 MB.
     """
-    counts = np.array([
-        *(seen, seen, pairs, seen),
-        *(min(EARLY, seen), *_places(words)),
-        *(1, FORMS - 1, facts - FORMS, system, amounts),
-    ])  # fmt: skip
+    places = (
+        *(place < first - 1 for place in range(PAIRS)),
+        early,
+        *(place < first for place in range(FIRST)),
+        first > 0,
+    )
+    counts = np.array([*places, 1, FORMS - 1, facts, system, amounts])
     sizes = _SIZES.copy()
-    sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
     sizes[-2] /= math.sqrt(max(1, system))
     return _KINDS.repeat(counts), sizes.repeat(counts)
 
 
 def _facts(prompt: Prompt) -> list[str]:
-    """The model, the text's length and form, then the facts that not every request has."""
-    text = prompt.text
-    log = math.log(len(text) + 1)
-    facts = [
-        f"model {prompt.model[:NAME_CHARACTERS]}",
-        f"length {int(2 * log)}",
-        f"about {int(log)}",
-        f"lines {min(text.count(chr(10)), 6)}",
-        f"colon {':' in text}",
-        f"end {text[-1:]}",
-    ]
+    """Names of the facts that not every request has."""
+    facts = []
     if prompt.system:
         facts.append(f"system {_digest(prompt.system[:TEXT_FIRST])}")
     if prompt.history_characters:
@@ -215,15 +272,6 @@ def _amounts(text: str, words: Sequence[str]) -> dict[str, float]:
         gap = max(gaps, default=numbers[0])
         amounts["amount between" if gaps else "amount alone"] = AMOUNT * math.log2(gap + 1)
     return amounts
-
-
-def _tasks(words: Sequence[str]) -> dict[str, None]:
-    """The tasks that the text names, those that its first words name, and the first two of these together."""
-    named = [TASK_OF[word] for word in words if word in TASK_OF]
-    first = [TASK_OF[word] for word in words[:EARLY] if word in TASK_OF] if named else []
-    return dict.fromkeys(
-        ["tasks " + " ".join(first[:2]), *[_NAMED[task] for task in named], *[_NAMED_EARLY[task] for task in first]]
-    )
 
 
 def _digest(text: str) -> str:

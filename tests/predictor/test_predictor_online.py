@@ -182,11 +182,14 @@ def test_stop_strings_separate_the_corrections():
 
 
 def test_capped_answers_are_known_to_be_longer():
-    learner, rng = OnlineLearner(), random.Random(0)
-    for i in range(500):
-        length, cap = 300 * math.exp(rng.gauss(0, 0.5)), rng.choice([100, 300, 1000])
-        serve(learner, Prompt(f"{i}"), None, min(length, cap), capped=length > cap)
-    assert learner.forecast(Prompt("new"), None).median == pytest.approx(300, rel=0.15)
+    medians = []
+    for seed in range(8):
+        learner, rng = OnlineLearner(), random.Random(seed)
+        for i in range(500):
+            length, cap = 300 * math.exp(rng.gauss(0, 0.5)), rng.choice([100, 300, 1000])
+            serve(learner, Prompt(f"{i}"), None, min(length, cap), capped=length > cap)
+        medians.append(learner.forecast(Prompt("new"), None).median)
+    assert np.median(medians) == pytest.approx(300, rel=0.2)  # of the lengths as they come: 180
 
 
 @pytest.mark.parametrize("raw", [[], [math.nan] * 15, [1, math.inf], [0.0, 5.0], [-3.0], [math.nan, 4.0]])

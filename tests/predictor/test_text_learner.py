@@ -12,6 +12,7 @@ from scipy.stats import kendalltau
 from predictor.online import READINGS_MAX, OnlineLearner
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS
+from predictor.ridge import WEIGHTS
 from predictor.text_features import TextFeatures
 
 WORDS = [f"word{number}" for number in range(60)]
@@ -112,7 +113,7 @@ def test_lengths_that_change_after_a_thousand_equal_ones_are_forecast(capped):
 def test_a_restored_correction_of_any_size_gives_a_forecast():
     learner, restored = taught(), OnlineLearner(keys_max=0)
     state = learner.state()
-    state["text"]["recalibrations"][0]["correction"] += 1e9
+    state["text"]["spreads"][0]["ratios"] *= 1e30
     restored.restore(state)
     assert restored.forecast(Prompt("word3 word4 word5", "m"), None).lengths == pytest.approx([LENGTH_MAX] * LEVELS)
 
@@ -240,12 +241,11 @@ def test_a_restored_learner_forecasts_and_learns_the_same():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("weights", np.zeros(5, dtype=np.float32)),
-        ("weights", np.full(1 << 18, np.nan, dtype=np.float32)),
-        ("indices", np.full(3, 1 << 20, dtype=np.int32)),
+        ("ridge", {}),
         ("numbers", "none"),
-        ("duals", np.zeros(3)),
         ("senders", np.zeros((2, 2))),
+        ("sender_keys", np.zeros(0, dtype=np.uint64)),
+        ("spreads", [{"model": "m", "predicted": False, "count": 3}]),
         ("levels", {"models": ["m"], "values": np.zeros((7, 2))}),
         ("mixture", {"numbers": np.array([1.0, 9.0, 1.0, 0.0, 0.0])}),
     ],
@@ -253,6 +253,30 @@ def test_a_restored_learner_forecasts_and_learns_the_same():
 def test_a_state_that_does_not_fit_is_refused(name, value):
     state = taught(50).state()
     state["text"][name] = value
+    with pytest.raises(ValueError, match="state"):
+        OnlineLearner(keys_max=0).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights", np.zeros(5, dtype=np.float32)),
+        ("weights", np.full(WEIGHTS, np.nan, dtype=np.float32)),
+        ("indices", lambda indices: indices + (1 << 18)),
+        ("open_indices", lambda indices: indices - (1 << 18)),
+        ("places", lambda places: places + (1 << 20)),
+        ("sizes", lambda sizes: sizes + 1),
+        ("open_sizes", lambda sizes: -sizes),
+        ("ridges", lambda ridges: -ridges),
+        ("examples", lambda examples: examples[1:]),
+        ("examples", lambda examples: examples + 1000),
+        ("open_duals", np.zeros(3)),
+    ],
+)
+def test_a_state_of_a_regression_that_does_not_fit_is_refused(name, value):
+    state = taught(53).state()
+    ridge = state["text"]["ridge"]
+    ridge[name] = value(ridge[name]) if callable(value) else value
     with pytest.raises(ValueError, match="state"):
         OnlineLearner(keys_max=0).restore(state)
 
