@@ -18,31 +18,44 @@ CHANGING = re.compile(
 )
 """What differs between two answers of one vLLM."""
 RESPONSE_ID = re.compile(r"resp_\w+")
+BETWEEN = b'"finish_reason":null'
 PARTIAL = re.compile(rb'"(content|text|delta|arguments|partial_json)":"((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client read. body : with the ids and times of this answer masked.  raw : as it came, not compared"""
+    """What a client read. body : with the ids and times of this answer masked.  raw : as it came, not compared
+
+    between : the kinds of a stream's events between the first and the last; () where a busy vLLM had the whole text in
+    the last event. Compared by `same` alone.
+    """
 
     path: str
     status: int
     content_type: str
     body: bytes
+    between: tuple[bytes, ...] = field(compare=False)
     raw: bytes = field(compare=False)
 
+    def same(self, other: Answer) -> bool:
+        return self == other and (self.between == other.between or () in (self.between, other.between))
 
-def masked(content_type: str, body: bytes) -> bytes:
-    """A stream: its texts, joined, and the rest of its events without repetitions, for a busy vLLM puts several tokens
+
+def masked(content_type: str, body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+    """The body, and the kinds of events between the first and the last of a stream.
+
+    A stream: its texts, joined, and the rest of its events without repetitions, for a busy vLLM puts several tokens
     into one event.
     """
     body = CHANGING.sub(b"-", body)
     if not content_type.startswith("text/event-stream"):
-        return body
+        return body, ()
     events = body.split(b"\n\n")
     text = b"".join([piece for event in events for _, piece in PARTIAL.findall(event)])
     around = [PARTIAL.sub(rb"\1", event) for event in events]
-    return b"\n\n".join([text, *[a for a, before in zip(around, [b"", *around], strict=False) if a != before]])
+    kinds = [a for a, before in zip(around, [b"", *around], strict=False) if a != before]
+    between = tuple([kind for kind in kinds[1:] if BETWEEN in kind])
+    return b"\n\n".join([text, *[kind for kind in kinds if kind not in between]]), between
 
 
 @dataclass
@@ -68,7 +81,7 @@ async def tapping(server_of: Callable[[str], str]) -> AsyncIterator[Tap]:
                 pieces.append(piece)
                 await response.write(piece)
         path, body = RESPONSE_ID.sub("", request.path), b"".join(pieces)
-        tap.answers.append(Answer(path, told.status, content_type, masked(content_type, body), body))
+        tap.answers.append(Answer(path, told.status, content_type, *masked(content_type, body), body))
         return response
 
     app = web.Application(client_max_size=1 << 24)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from llmserve.errors import ConfigError
 
 VERSION = 1
 BUSY_S = 5.0  # longest wait for another server's transaction
+BUSY_PAUSE_S = 0.02
 CREATE = """CREATE TABLE IF NOT EXISTS spent (
     key TEXT NOT NULL, period TEXT NOT NULL, unit TEXT NOT NULL, amount REAL NOT NULL,
     PRIMARY KEY (key, period, unit)) WITHOUT ROWID"""
@@ -60,7 +62,7 @@ class UsageFile:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode = WAL")  # with NORMAL, a commit waits for no disk
+            self._use_log()
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("BEGIN IMMEDIATE")
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
@@ -72,6 +74,21 @@ class UsageFile:
             self._connection.execute("COMMIT")
         except (OSError, RuntimeError, sqlite3.Error) as error:
             raise ConfigError(f"usage_file: cannot use {path}: {error}") from error
+
+    def _use_log(self) -> None:
+        """Switch the file to a write-ahead log: with synchronous = NORMAL, a commit waits for no disk.
+
+        SQLite does not wait for another process that switches the file at the same moment.
+        """
+        until_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(BUSY_PAUSE_S)
 
     def update(
         self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()

@@ -196,6 +196,7 @@ async def test_a_client_gets_through_the_front_end_what_it_gets_directly(
     directly, through = read
     assert [(answer.status, answer.path) for answer in through] == [(200, answer.path) for answer in directly]
     assert through == directly
+    assert all(one.same(other) for one, other in zip(through, directly, strict=True))
     assert made[1] == made[0]
     assert len(through) == answers
     assert "embeddings" in client.__name__ or ANSWER in made[0][0]

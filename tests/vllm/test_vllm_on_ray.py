@@ -60,8 +60,11 @@ def test_vllm_under_ray_answers_through_a_door_and_comes_back_when_killed(
     """)
     assert f"http://127.0.0.1:{port}/v1" in llmserve("up", str(file), "--num-cpus", "2")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START_S)
-    (model,) = [model.id for model in client.models.list()]
-    exact: Any = {"model": model, "messages": COUNT, "temperature": 0, "max_tokens": 80}
+    until_s = time.monotonic() + START_S
+    while not (models := [model.id for model in client.models.list()]):  # the door's next probe hears of the model
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+    exact: Any = {"model": models[0], "messages": COUNT, "temperature": 0, "max_tokens": 80}
     assert client.chat.completions.create(**exact).choices[0].message.content == ANSWER
 
     def engine() -> dict[str, Any]:
@@ -76,7 +79,6 @@ def test_vllm_under_ray_answers_through_a_door_and_comes_back_when_killed(
     assert client.chat.completions.create(**exact).choices[0].message.content == ANSWER, "it waits for the restart"
     with client.chat.completions.create(**exact, stream=True) as events:
         assert "".join([event.choices[0].delta.content or "" for event in events if event.choices]) == ANSWER
-    until_s = time.monotonic() + START_S
     while (after := engine())["state"] != "running":
         assert time.monotonic() < until_s
     assert after["restarts"] == before["restarts"] + 1
