@@ -52,7 +52,7 @@ def masked(content_type: str, body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
         return body, ()
     events = body.split(b"\n\n")
     text = b"".join([piece for event in events for _, piece in PARTIAL.findall(event)])
-    around = [PARTIAL.sub(rb"\1", event) for event in events]
+    around = [PARTIAL.sub(b"", event) for event in events]  # the last one may have text, too
     kinds = [a for a, before in zip(around, [b"", *around], strict=False) if a != before]
     between = tuple([kind for kind in kinds[1:] if BETWEEN in kind])
     return b"\n\n".join([text, *[kind for kind in kinds if kind not in between]]), between

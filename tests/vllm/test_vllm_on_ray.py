@@ -75,7 +75,9 @@ def test_vllm_under_ray_answers_through_a_door_and_comes_back_when_killed(
 
     before = engine()
     vllm = psutil.Process(before["pid"])
+    below = [vllm, *vllm.children(recursive=True)]
     vllm.kill()
+    assert psutil.wait_procs(below, timeout=START_S)[1] == [], "a process of the killed engine could still answer"
     assert client.chat.completions.create(**exact).choices[0].message.content == ANSWER, "it waits for the restart"
     with client.chat.completions.create(**exact, stream=True) as events:
         assert "".join([event.choices[0].delta.content or "" for event in events if event.choices]) == ANSWER
