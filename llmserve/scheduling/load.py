@@ -162,22 +162,24 @@ class Load:
         self.waits, self.calibration, self.prompts = WaitTail(), Calibration(), PromptTime()
         self.work_us = sum([queued.work_us for queued in waiting])
 
-    def tell(self, requests: Iterable[QueuedRequest], slots: int) -> None:
-        """Give requests what their turns go by. slots : of the model"""
+    def tell(self, requests: Iterable[QueuedRequest]) -> None:
+        """Give requests what their turns go by."""
         for queued in requests:
-            queued.slots, queued.decay_s = max(1, slots), self.waits.decay_s
+            queued.decay_s = self.waits.decay_s
 
-    def arrive(self, queued: QueuedRequest, forecast: float | None, seconds: float, mean: float, ahead: int) -> bool:
-        """Take a new request that was told its slots, before it is counted. True when the wait's tail changed.
+    def arrive(
+        self, queued: QueuedRequest, forecast: float | None, seconds: float, mean: float, ahead: int, slots: int
+    ) -> bool:
+        """Take a new request, before it is counted. True when the wait's tail changed.
 
         forecast : tokens; None without one.  seconds : a token, with the time of prompts.  mean : tokens of an answer
-        ahead : requests that wait in engines
+        ahead : requests that wait in engines.  slots : of the model
         """
         if forecast:
             queued.likely_tokens = self.calibration.tokens(forecast)
         own_s, queued.prompt_s = self.prompts.split(queued.likely_tokens, seconds, queued.request.prompt_tokens, mean)
         queued.service_s = own_s + queued.prompt_s
-        changed = self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / queued.slots)
+        changed = self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / max(1, slots))
         queued.decay_s = self.waits.decay_s
         return changed
 

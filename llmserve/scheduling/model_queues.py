@@ -136,8 +136,8 @@ class ModelQueues:
         queued = _queued(self, request, queue.index, score, forecast, now_s)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
-            load.tell((queued,), self.all_slots)
-            if load.arrive(queued, forecast, self.service.seconds_per_token, self.service.tokens_mean, ahead):
+            seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
+            if load.arrive(queued, forecast, seconds, mean, ahead, self.all_slots):
                 self.unsorted = True
         queued.sort_length = _sort_length(queued, self.trust)
         queued.share = self.fair.of(request.share, request.weight)
@@ -168,7 +168,7 @@ class ModelQueues:
         """Sort all waiting requests, each within its bin and batch. key, turn : of another order (FixedOrder)"""
         self.unsorted = False
         if self.load is not None:
-            self.load.tell(self._anyhow(), self.all_slots)
+            self.load.tell(self._anyhow())
         self.formed.sort_all(key)
         for queue in self.bins:
             queue.sort_all(turn)

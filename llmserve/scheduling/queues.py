@@ -25,8 +25,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     service_s        likely time on a slot, by the seconds a token at its arrival; service_mean_s : of the mean answer
     prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
-    slots, decay_s   of its model: slots, and the decay of the wait's tail, as it was last sorted
-    prompt_s, slots and decay_s are set for orders that follow the load only, by scheduling/load.py
+    decay_s          decay of the wait's tail of its model, as it was last sorted
+    prompt_s and decay_s are set for orders that follow the load only, by scheduling/load.py
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
@@ -48,7 +48,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
     group: str = ""
     sort_length: float = 0.0
     prompt_s: float = 0.0
-    slots: int = 1
     decay_s: float = 0.0
     judged: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
