@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager
 
 from llmserve.errors import NoAnswer
 from llmserve.extras import need
@@ -15,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connect(args: argparse.Namespace) -> None:
-    """Connect to the cluster's Ray. Raises NoAnswer."""
+def connected(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """A connection to the cluster's Ray, for a block. Raises NoAnswer."""
     need("ray", "ray", why="a cluster of several machines")
     from llmserve.machines import local_ray, on_ray
 
@@ -26,4 +27,4 @@ def connect(args: argparse.Namespace) -> None:
         if ray is None:
             raise NoAnswer(f"no Ray of cluster {args.name} runs on this machine: name it with --address")
         address = ray.address
-    on_ray.connect(address, args.name)
+    return on_ray.connected(address, args.name)

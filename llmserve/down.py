@@ -20,13 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    cluster_address.connect(args)
-    import ray
+    with cluster_address.connected(args):
+        from llmserve.machines import local_ray, on_ray
 
-    from llmserve.machines import local_ray, on_ray
-
-    on_ray.take_down(args.name, args.drain_s)
-    ray.shutdown()
+        on_ray.take_down(args.name, args.drain_s)
     state = on_ray.folder_of(args.name)
     if args.address is None and (own := local_ray.running(state)) is not None:
         local_ray.stop(state, own)

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    cluster_address.connect(args)
-    from llmserve.machines.on_ray import report_of
+    with cluster_address.connected(args):
+        from llmserve.machines.on_ray import report_of
 
-    report = report_of(args.name)
+        report = report_of(args.name)
     if args.json:
         print(json.dumps(report))
         return 0

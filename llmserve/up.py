@@ -51,19 +51,20 @@ def main(args: argparse.Namespace) -> int:
     made = Secrets(*(f"sk-{secrets.token_urlsafe(32)}" for _ in range(3)))
     engines_of(file, made)  # raises ConfigError before anything starts
     address, file = _ray_for(file, args)
-    on_ray.connect(address, file.name)
-    before = on_ray.known(file.name)
-    desired = Desired(
-        file=file,
-        plan=file.first_plan(),
-        secrets=made if before is None else before.secrets,
-        keys=keys,
-        instance=None if file.planning.instance is None else Instance.load(file.planning.instance),
-        owners={} if before is None else before.owners,
-        replicas={} if before is None else before.replicas,
-    )
-    on_ray.bring_up(desired)
-    _wait(file.name, args.wait_s)
+    with on_ray.connected(address, file.name):
+        before = on_ray.known(file.name)
+        desired = Desired(
+            file=file,
+            plan=file.first_plan(),
+            secrets=made if before is None else before.secrets,
+            keys=keys,
+            instance=None if file.planning.instance is None else Instance.load(file.planning.instance),
+            owners={} if before is None else before.owners,
+            replicas={} if before is None else before.replicas,
+        )
+        on_ray.bring_up(desired)
+        report = _when_ready(file.name, args.wait_s)
+    _print_doors(file.name, report)
     return 0
 
 
@@ -101,8 +102,8 @@ def _ray_for(file: ClusterFile, args: argparse.Namespace) -> tuple[str, ClusterF
     return ray.address, replace(file, host=file.host or LOOPBACK)
 
 
-def _wait(cluster: str, within_s: float) -> None:
-    """Wait until everything runs. Raises NoAnswer, which names what does not."""
+def _when_ready(cluster: str, within_s: float) -> dict[str, Any]:
+    """The report, once everything runs. Raises NoAnswer, which names what does not."""
     from llmserve.machines.on_ray import report_of
 
     began_s = said_s = time.monotonic()
@@ -110,7 +111,7 @@ def _wait(cluster: str, within_s: float) -> None:
         time.sleep(POLL_S)
         report = report_of(cluster)
         if report["ready"]:
-            break
+            return report
         missing = [_told(row) for row in report["processes"] if row["state"] != "running"]
         now_s = time.monotonic()
         if now_s - began_s > within_s:
@@ -118,7 +119,6 @@ def _wait(cluster: str, within_s: float) -> None:
         if now_s - said_s > LINE_EVERY_S:
             said_s = now_s
             print(f"waiting for {', '.join(missing)} ({now_s - began_s:.0f} s)", file=sys.stderr, flush=True)
-    _print_doors(cluster, report)
 
 
 def _told(row: dict[str, Any]) -> str:

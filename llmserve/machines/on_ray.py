@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -270,6 +270,20 @@ def connect(address: str, cluster: str) -> None:
         ray.init(address=address, namespace=namespace_of(cluster), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise NoAnswer(f"there is no Ray at {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def connected(address: str, cluster: str) -> Iterator[None]:
+    """Connect this process to the Ray of a cluster for a block. Raises NoAnswer.
+
+    Ray prints messages of its own on standard output, where a command's result belongs: they go to standard error.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        connect(address, cluster)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def known(cluster: str) -> Desired | None:

@@ -159,6 +159,7 @@ def _up(ray_nodes: Any, text: str = CLUSTER) -> list[str]:
     port = next(port for port in iter(free_port, None) if port < 60_000)
     file.write_text(text.replace("{port}", str(port)))
     assert llmserve(["up", str(file), "--address", ray_nodes.address]) == 0
+    on_ray.connect(ray_nodes.address, "lab")
     rows = on_ray.report_of("lab")["processes"]
     return [row["url"] for row in rows if row["kind"] == "door"]
 

@@ -101,3 +101,20 @@ def test_up_serves_what_is_killed_comes_back_and_down_leaves_nothing(llmserve: L
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     ray = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
     assert ray == []
+
+
+def test_a_commands_output_is_free_of_rays_messages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray._private.worker import print_to_stdstream
+
+    from llmserve.machines import on_ray
+
+    message = {"lines": ["There are tasks with infeasible resource requests"], "pid": "raylet", "is_err": False}
+    monkeypatch.setattr(on_ray, "connect", lambda address, cluster: None)
+    with on_ray.connected("127.0.0.1:6379", "test"):
+        print_to_stdstream(message, ignore_prefix=False)
+    print("the report")
+    output = capsys.readouterr()
+    assert output.out == "the report\n"
+    assert "infeasible" in output.err
