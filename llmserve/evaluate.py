@@ -27,7 +27,7 @@ from llmserve.errors import ConfigError
 from llmserve.extras import need
 from llmserve.prompt_rows import forecasts_by, need_readers, with_bar
 from predictor.dataset import Row, Splits, load_rows, split_rows
-from predictor.errors import BadPredictor, DatasetError, PredictorError
+from predictor.errors import BadPredictor, PredictorError
 from predictor.online import OnlineLearner
 from predictor.options import (
     METRICS_FILE,
@@ -39,6 +39,7 @@ from predictor.options import (
     of_models,
     positive,
     share,
+    split_of_models,
     unusable,
 )
 from predictor.prequential import ANSWERS_MAX, forecast_stream, scores_by_range
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind in (("seed", natural), ("held-out-share", share), ("validation-share", share)):
         add(f"--{name}", type=kind, help="of the split (default: the split of the predictor's training)")
-    add("--model", metavar="NAME", help="use only answers of this model")
+    add("--model", action="append", metavar="NAME", help="use only answers of this model; repeatable")
     add(
         "--limit",
         type=positive,
@@ -166,7 +167,7 @@ def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if split is not None:
         splits = split_rows(rows, split.seed, split.validation_share, split.held_out_share)
         rows = splits.held_out if args.part == "held-out" else splits.validation
-    rows = of_model(rows, args.model)
+    rows = of_models(rows, args.model)
     if args.shuffle is not None:
         rows = [rows[place] for place in np.random.default_rng(args.shuffle).permutation(len(rows))]
     rows = rows[: min(args.limit or ANSWERS_MAX, ANSWERS_MAX)]
@@ -207,19 +208,11 @@ def online_text(result: dict[str, Any]) -> str:
     return "\n\n".join([markdown([head, *lines]), *notes])
 
 
-def of_model(rows: list[Row], model: str | None) -> list[Row]:
-    """Return the rows of the model; None: all rows. Raises DatasetError when there are none."""
-    chosen = rows if model is None else [row for row in rows if row.prompt.model == model]
-    if not chosen:
-        raise DatasetError(f"no row is of the model {model!r}")
-    return chosen
-
-
-def report_on_all(predictor: Any, rows: list[Row], model: str | None, options: dict[str, Any]) -> Report:
+def report_on_all(predictor: Any, rows: list[Row], models: list[str] | None, options: dict[str, Any]) -> Report:
     """Evaluate on all rows, which may be too few for a split. options : of the report."""
     from predictor.report import transfer_report
 
-    return transfer_report(predictor, of_model(rows, model), **options)
+    return transfer_report(predictor, of_models(rows, models), **options)
 
 
 def report_on_part(
@@ -229,7 +222,7 @@ def report_on_part(
 
     splits = split_rows(rows, split.seed, split.validation_share, split.held_out_share)
     warnings = split_warnings([folder for folder in (args.predictor, args.compare) if folder], split, splits)
-    splits = splits if args.model is None else of_models(splits, [args.model])
+    splits = split_of_models(splits, args.model)
     make = held_out_report if args.part == "held-out" else validation_report
     report = make(predictor, splits, **options)
     return dataclasses.replace(report, notes=(*report.notes, *warnings))

@@ -30,9 +30,9 @@ from predictor.options import (
     columns,
     counter,
     natural,
-    of_models,
     positive,
     share,
+    split_of_models,
     unusable,
 )
 
@@ -54,8 +54,7 @@ def main(args: argparse.Namespace) -> int:
         split.check()
         data = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
         splits = split_rows(data.rows, split.seed, split.validation_share, split.held_out_share)
-        if args.model:
-            splits = of_models(splits, args.model)
+        splits = split_of_models(splits, args.model)
         print(describe(data, splits), file=sys.stderr, flush=True)
         result = train_and_evaluate(args, data, splits, split)
     except (PredictorError, OSError) as error:

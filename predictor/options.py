@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from predictor.dataset import Columns, Rows, Splits
+from predictor.dataset import Columns, Row, Rows, Splits
 from predictor.errors import DatasetError
 
 METRICS_FILE = "metrics.json"
@@ -95,18 +95,26 @@ def counter(tokenizer: str | None) -> Callable[[str], int] | None:
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
 
 
-def of_models(splits: Splits, models: Sequence[str]) -> Splits:
-    """The rows of these models. To be called after the split, because the sides depend on all rows.
+def of_models(rows: list[Row], models: Sequence[str] | None) -> list[Row]:
+    """The rows of these models; None: all rows. Raises DatasetError when a model has no row."""
+    present = {row.prompt.model for row in rows}
+    for model in models or ():
+        if model not in present:
+            raise DatasetError(f"no row is of the model {model!r}")
+    return rows if models is None else [row for row in rows if row.prompt.model in models]
+
+
+def split_of_models(splits: Splits, models: Sequence[str] | None) -> Splits:
+    """The rows of these models; None: all rows. To be called after the split, because the sides depend on all rows.
 
     Raises DatasetError when a model has no row, and when a part of the split has no row of the models.
     """
+    if models is None:
+        return splits
+    of_models([*splits.train, *splits.validation, *splits.held_out], models)
     parts = {
         part.name: [row for row in getattr(splits, part.name) if row.prompt.model in models] for part in fields(Splits)
     }
-    present = {row.prompt.model for rows in parts.values() for row in rows}
-    for model in models:
-        if model not in present:
-            raise DatasetError(f"no row is of the model {model!r}")
     for name, rows in parts.items():
         if not rows:
             raise DatasetError(f"no {name.replace('_', '-')} row is of {' or '.join(map(repr, models))}")

@@ -48,10 +48,6 @@ GAINS_NOTE = (
 class QuantilePredictor(Protocol):
     """An evaluated predictor: predictor.predict.LengthPredictor, or an object with its interface."""
 
-    @property
-    def training_lengths(self) -> Sequence[int]:
-        """Output tokens of the training answers, or of a sample of them."""
-
     def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.floating[Any]]:
         """(prompts, Q) ascending, equally likely lengths, tokens."""
 
@@ -178,10 +174,11 @@ def _split_report(
 ) -> Report:
     notes = (
         f"Baselines are fitted to the training rows of the same data. {BASELINES_NOTE}",
-        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_NOTE}",
+        f"Bins of accuracies are equal-mass over the lengths of these training rows. {GAINS_NOTE}",
         *notes,
     )
-    return _report(evaluated, predictor, other, rows, baselines(training, rows), predictor.training_lengths, notes)
+    lengths = [row.output_tokens for row in training]
+    return _report(evaluated, predictor, other, rows, baselines(training, rows), lengths, notes)
 
 
 def transfer_report(

@@ -20,7 +20,7 @@ from llmserve.__main__ import main as llmserve
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
-from predictor.options import natural, of_models
+from predictor.options import natural, split_of_models
 from predictor.prompt import Prompt
 from predictor.report import held_out_report, transfer_report, validation_report
 
@@ -41,8 +41,6 @@ def toy_rows(n: int = 600) -> list[Row]:
 
 class Reader:
     """Predicts the stated length, with quantiles down to half and, for every tenth level, up to double."""
-
-    training_lengths = tuple(range(1, 100))
 
     def __init__(self, noise: float = 0.0, factors: Sequence[float] = (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2)) -> None:
         self.noise, self.factors = noise, factors
@@ -130,13 +128,10 @@ def test_a_predictor_that_ranks_no_better_than_chance_is_marked() -> None:
 
 
 def test_a_transfer_report_is_on_all_rows_with_bins_of_their_own_lengths() -> None:
-    class Stranger(Reader):
-        training_lengths = (1000, 2000, 3000)
-
-    report = transfer_report(Stranger(), toy_rows())
+    report = transfer_report(Reader(), toy_rows())
     assert report.answers == 600
     assert report.edges[2] == [np.median([row.output_tokens for row in toy_rows()])]
-    assert held_out_report(Stranger(), SPLITS).edges[2] == [2000]
+    assert held_out_report(Reader(), SPLITS).edges[2] == [np.median([row.output_tokens for row in SPLITS.train])]
 
 
 def test_a_point_prediction_has_no_bins_by_risk_and_no_calibration(tmp_path: Path) -> None:
@@ -195,18 +190,26 @@ def test_two_predictors_are_in_the_same_tables_with_their_difference_below() -> 
 
 
 def test_the_rows_of_selected_models_stay_on_their_sides() -> None:
-    dolls = of_models(SPLITS, ["doll"])
+    dolls = split_of_models(SPLITS, ["doll"])
     assert dolls.held_out == [row for row in SPLITS.held_out if row.prompt.model == "doll"]
     assert 0 < len(dolls.train) < len(SPLITS.train)
-    assert of_models(SPLITS, ["toy", "doll"]) == SPLITS
+    assert split_of_models(SPLITS, ["toy", "doll"]) == SPLITS
+
+
+def test_bins_are_equal_mass_over_the_training_answers_of_the_selected_models() -> None:
+    longer = [Row(Prompt(row.prompt.text, "long"), 10_000) for row in toy_rows()]
+    of_both = split_rows([*toy_rows(), *longer], seed=0, held_out_share=0.3)
+    alone = held_out_report(Reader(), SPLITS)
+    assert held_out_report(Reader(), split_of_models(of_both, ["toy", "doll"])).edges == alone.edges
+    assert held_out_report(Reader(), of_both).edges[2][0] > alone.edges[2][0]
 
 
 def test_models_without_rows_and_parts_without_rows_are_errors() -> None:
     with pytest.raises(DatasetError, match=r"^no row is of the model 'absent'$"):
-        of_models(SPLITS, ["toy", "absent"])
+        split_of_models(SPLITS, ["toy", "absent"])
     toy, doll = Row(Prompt("a", "toy"), 1), Row(Prompt("b", "doll"), 1)
     with pytest.raises(DatasetError, match=r"^no held-out row is of 'toy'$"):
-        of_models(Splits([toy, doll], [toy], [doll]), ["toy"])
+        split_of_models(Splits([toy, doll], [toy], [doll]), ["toy"])
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "", "x", str(2**32), "9" * 5000])
@@ -356,7 +359,7 @@ def test_all_of_a_few_prompts_are_evaluated_without_a_split(
 def test_a_predictor_of_one_models_rows_recognises_its_data(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dolls = of_models(split_rows(toy_rows(), seed=4, held_out_share=0.3), ["doll"])
+    dolls = split_of_models(split_rows(toy_rows(), seed=4, held_out_share=0.3), ["doll"])
     rows = {name: len(getattr(dolls, name)) for name in ("train", "validation", "held_out")}
     options = ["--data", data, "--prompt-column", "question"]
     for number, (models, warned) in enumerate([(["doll"], False), (["toy"], True), (["absent"], True), (None, True)]):
