@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,15 @@ async def test_sighup_reads_again_and_an_error_stops_nothing(tmp_path: Path) -> 
             server.close()
 
 
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """The server inherits the default, even when nohup runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("default_sighup")
 async def test_sighup_without_files_is_a_stop() -> None:
     async with FakeEngine(step_s=0) as engine:
         server = await asyncio.to_thread(Server, "--engine", engine.url)
