@@ -284,8 +284,8 @@ def row_of(rows: list[dict[str, Any]], **cells: Any) -> dict[str, Any]:
     return row
 
 
-def burst(arrangement: str, quantity: str, part: str = "burst") -> float:
-    rows = results("vllm")[part]["rows"]
+def burst(arrangement: str, quantity: str, part: str = "burst", run: str = "vllm") -> float:
+    rows = results(run)[part]["rows"]
     return float(row_of(rows, arrangement=arrangement)["ratios"]["direct"][quantity])
 
 
@@ -321,16 +321,18 @@ def people(score: str) -> float:
 
 
 Claims = Mapping[str, tuple[Callable[[], float], ...]]
-ROUGH, RANDOM = "llmserve shortest, predicted", "llmserve shortest, random"
+ROUGH, SHORTEST, RANDOM = "llmserve boost, predicted", "llmserve shortest, predicted", "llmserve shortest, random"
 PRIORITY = "vLLM by priority, predicted"
 COLD, WARM = "llmserve boost, own forecasts, cold", "llmserve boost, own forecasts, warm"
 RATIOS = ("tokens_per_s", "latency_s_mean", "latency_s_p99")
 BURST: Claims = {
-    "llmserve, predictions as rough as real ones": tuple(lambda q=q: burst(ROUGH, q) for q in RATIOS),
+    "llmserve, predictions as rough as real ones": tuple(lambda q=q: burst(ROUGH, q, run="vllm-boost") for q in RATIOS),
     "llmserve, no trained predictor, after 400 other answers": tuple(lambda q=q: burst(WARM, q, "own") for q in RATIOS),
     "llmserve, no trained predictor, first start": tuple(lambda q=q: burst(COLD, q, "own") for q in RATIOS),
     "llmserve, random predictions": tuple(lambda q=q: burst(RANDOM, q) for q in RATIOS),
-    "vLLM alone, the same rough predictions as priorities": tuple(lambda q=q: burst(PRIORITY, q) for q in RATIOS),
+    "vLLM alone, the same rough predictions as priorities": tuple(
+        lambda q=q: burst(PRIORITY, q, run="vllm-boost") for q in RATIOS
+    ),
 }
 MEASURED: Claims = {
     "an engine with static batches of 8, a burst": (
@@ -358,7 +360,7 @@ SENTENCES: Claims = {  # sentences of README's limits -> their numbers
     r"(\d\.\d\d), that of `shortest` (\d\.\d\d) to (\d\.\d\d) times that of vllm-router's power of two": (
         lambda: beside_power_of_two("llmserve boost, predicted", "vllm-boost"),
         lambda: beside_power_of_two("llmserve shortest, oracle"),
-        lambda: beside_power_of_two(ROUGH),
+        lambda: beside_power_of_two(SHORTEST),
     ),
     r"(\d\.\d\d) times the\s+throughput with 8 bins where known lengths give (\d\.\d\d)": (
         lambda: people("predictor, bins by risk"),
