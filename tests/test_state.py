@@ -34,7 +34,7 @@ from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
 from llmserve.serve import serving
 from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
-from llmserve.state_file import decoded, encoded, opened
+from llmserve.state_file import StateFile, decoded, encoded, opened
 from predictor.forecaster import Forecaster
 from predictor.prompt import Prompt
 
@@ -124,15 +124,14 @@ async def metrics_of(front: Front) -> dict[str, float]:
 async def test_an_operator_sees_what_was_learnt_and_when_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state is first saved when the folder has become writable: before, each try counts as a failure."""
+    """The state is first saved when the disk has room again: before, each try counts as a failure."""
     monkeypatch.setattr(Saver.__init__, "__kwdefaults__", {"every_s": 0.02})
     began_s = time.time()
     async with FakeEngine(step_s=0.0) as engine, AsyncExitStack() as stack:
         servers = Servers(engine, tmp_path)
+        room = stack.enter_context(monkeypatch.context())
+        room.setattr(StateFile, "write", Disk(full=True).write)
         front = await servers.start(stack)
-        obstacle = servers.kept / "learnt.new"
-        obstacle.unlink(missing_ok=True)
-        obstacle.mkdir()
         for tokens in (10, 20, 30):
             await ask(front, engine, 0, tokens)
         async with front.post(headers={PREDICTED_HEADER: "7"}) as response:
@@ -141,7 +140,8 @@ async def test_an_operator_sees_what_was_learnt_and_when_it_was_saved(
         before = await metrics_of(front)
         while not before["llmserve_state_failures_total"]:
             before = await metrics_of(front)
-        obstacle.rmdir()
+        assert not servers.file.exists()
+        room.undo()
         await until(servers.file.exists)
         after = await metrics_of(front)
         while after.get("llmserve_state_bytes") != servers.file.stat().st_size:
@@ -498,8 +498,8 @@ def test_every_state_is_read_as_it_was_written(value: Any) -> None:
 class Disk:
     """Fails while it is full."""
 
-    def __init__(self) -> None:
-        self.full = False
+    def __init__(self, *, full: bool = False) -> None:
+        self.full = full
         self.states: list[dict[str, Any]] = []
 
     def write(self, state: dict[str, Any]) -> int:
