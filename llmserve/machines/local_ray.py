@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ LOST_AFTER = {  # a node that refuses three connections in 1.5 s is lost, and on
 }
 NICENESS = {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would leave servers behind whatever else runs
 OBJECTS_BYTES = 100 << 20  # Ray's object store, which llmserve does not use
-READY = b"Ray runtime started"
+STARTED = re.compile(r"Ray runtime started.*?--address='?([^'\s]+)'?\s", re.DOTALL)  # printed in several pieces
 
 
 class LocalRay(msgspec.Struct, frozen=True):
@@ -80,17 +81,12 @@ def start(state: Path, cpus: int | None, gpus: int | None) -> LocalRay:
             start_new_session=True,
         )
     until_s = time.monotonic() + START_S
-    while READY not in output.read_bytes():
+    while (started := STARTED.search(output.read_text(errors="replace"))) is None:
         if process.poll() is not None or time.monotonic() > until_s:
             _end(process.pid)
-            raise NoAnswer(f"Ray did not start:\n{output.read_text(errors='replace')[-2000:]}")
+            raise NoAnswer(f"Ray did not start; its logs are in {folder}:\n{output.read_text(errors='replace')[-2000:]}")
         time.sleep(0.05)
-    address = next(
-        line.rpartition("--address=")[2].strip("' \n")
-        for line in output.read_text().splitlines()
-        if "--address=" in line
-    )
-    ray = LocalRay(address, process.pid, str(folder))
+    ray = LocalRay(started[1], process.pid, str(folder))
     (state / "ray.json").write_bytes(msgspec.json.encode(ray))
     return ray
 
