@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT = "Count from 3 to 9."
 TEMPLATED = f"<|user|>{COUNT}<|end|><|assistant|>"
-ASKINGS_MAX = 25
+ASKINGS_MAX = 150  # a busy vLLM puts tokens together into events as it happens
 LARGE_TOKENS = 400  # about 70 kB as a stream: more than one read from a socket
 
 TOOL = {
@@ -99,7 +99,7 @@ CASES = [
     ),
     chat("tool-choice-without-tools", rb"tools", tool_choice="required", status=400),
     chat("json-schema", rb"{", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
-    chat("json-object", rb"{", response_format={"type": "json_object"}),
+    chat("json-object", rb"{", response_format={"type": "json_object"}, max_tokens=12),
     chat("regex", rb"-", structured_outputs={"regex": "[a-c]{5}-[0-9]{3}"}),
     chat("choice", rb'"content":"[rg]', structured_outputs={"choice": ["red", "green"]}),
     chat("regex-that-is-none", rb"regex", structured_outputs={"regex": "(["}, status=400, streams=(False,)),
@@ -129,7 +129,7 @@ CASES = [
     completion("seeded", temperature=1.0, seed=7),
     completion("several-choices", rb'"index":1', n=2, temperature=1.0, seed=3),
     completion("several-prompts", rb'"index":1', prompt=[TEMPLATED, "<|user|>Count from 4 to 6.<|end|><|assistant|>"]),
-    completion("token-ids", rb'"text":"0', prompt=[5, 6, 7]),
+    completion("token-ids", rb'"text":"0', prompt=[5, 6, 7], max_tokens=10),
     completion("log-probabilities", rb'"token_logprobs":\[-', logprobs=3),
     completion("too-many-log-probabilities", rb"20", logprobs=99, status=400, streams=(False,)),
     completion("prompt-log-probabilities", rb'"prompt_logprobs":\[null,{', prompt_logprobs=1, streams=(False,)),
