@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import shlex
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from front import Front, StartFront
-from vllm_on_cpu import MODEL
 
-from llmserve.scheduling.messages import RequestArrived
 from llmserve.settings import ApiConfig
 
 pytestmark = pytest.mark.vllm
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
 ANSWER = "3, 4, 5, 6, 7, 8, 9"
-# The `vllm` command of the CPU package does not start, so its benchmark's main is called, once for each argument.
-BENCHMARK = (
-    "import argparse, shlex, sys; from vllm.benchmarks.serve import add_cli_args, main; "
-    "parser = argparse.ArgumentParser(); add_cli_args(parser); "
-    "[main(parser.parse_args(shlex.split(words))) for words in sys.argv[1:]]"
-)
-PROMPTS, OUTPUT_TOKENS = 24, 20
 
 
 def client(front: Front) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-
-
-async def test_vllms_own_benchmark_completes_every_request_of_either_endpoint(
-    start_front: StartFront, vllm_url: str, tmp_path: Path
-) -> None:
-    front = await start_front(vllm_url, slots=4)
-    common = ["--base-url", front.url, "--model", "llmserve-demo", "--tokenizer", str(MODEL), "--ignore-eos"]
-    common += ["--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(OUTPUT_TOKENS)]
-    common += ["--num-prompts", str(PROMPTS), "--save-result", "--result-dir", str(tmp_path)]
-    backends = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
-    process = await asyncio.create_subprocess_exec(
-        *(os.environ["VLLM_PYTHON"], "-c", BENCHMARK),
-        *(
-            shlex.join([*common, "--backend", backend, "--endpoint", path, "--result-filename", f"{backend}.json"])
-            for backend, path in backends.items()
-        ),
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(240):
-            log, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == 0, log.decode(errors="replace")[-3_000:]
-    for backend in backends:
-        result = json.loads((tmp_path / f"{backend}.json").read_text())
-        assert (result["completed"], result["failed"]) == (PROMPTS, 0), backend
-        assert result["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS, backend
-    arrived = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
-    answers = [event for event in arrived if event.request.choices]  # it asks for tokens of prompts, too
-    assert len(answers) == len(backends) * PROMPTS
 
 
 async def test_the_official_client_reads_answers_headers_and_log_probabilities(

@@ -6,6 +6,10 @@ must be equal, and so must be what the client makes of them.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shlex
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,10 @@ from front import StartFront
 from npm_clients import from_npm
 from pydantic import BaseModel
 from tap import Answer, tapping
+from vllm_on_cpu import MODEL as FILES_OF_MODEL
 from vllm_on_cpu import running_vllm
 
+from llmserve.scheduling.messages import RequestArrived
 from llmserve.settings import ServerConfig
 
 pytestmark = pytest.mark.vllm
@@ -34,6 +40,19 @@ PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 LOOKUP: Any = {"name": "lookup", "description": "looks a number up", "parameters": PARAMETERS, "strict": True}
+# The `vllm` command of the CPU package does not start, so its benchmark's main is called, once for each argument.
+BENCHMARK = (
+    "import argparse, shlex, sys; from vllm.benchmarks.serve import add_cli_args, main; "
+    "parser = argparse.ArgumentParser(); add_cli_args(parser); "
+    "[main(parser.parse_args(shlex.split(words))) for words in sys.argv[1:]]"
+)
+PROMPTS, OUTPUT_TOKENS = 24, 20
+BACKENDS = {
+    "openai-chat": ["--model", MODEL, "--endpoint", "/v1/chat/completions"],
+    "openai": ["--model", MODEL, "--endpoint", "/v1/completions"],
+    "openai-responses": ["--model", MODEL, "--endpoint", "/v1/responses"],
+    "openai-embeddings": ["--model", EMBEDDER, "--endpoint", "/v1/embeddings"],
+}
 OF_THE_EMBEDDER = ("/v1/embeddings", "/rerank", "/v1/rerank", "/score", "/v1/score")
 
 
@@ -224,3 +243,40 @@ async def test_a_client_runs_a_batch_on_vllm(
 ) -> None:
     front = await start_front(vllm_url, slots=4, server=ServerConfig(port=0, state=str(tmp_path)))
     assert await client(front.url) == [[ANSWER] * 3, 1, True]
+
+
+# ---- vLLM's own benchmark -------------------------------------------------------------------------------------------
+
+
+async def test_vllms_own_benchmark_completes_every_request(
+    start_front: StartFront, vllm_url: str, embedder_url: str, tmp_path: Path
+) -> None:
+    front = await start_front(vllm_url, embedder_url, slots=4)
+    common = ["--base-url", front.url, "--tokenizer", str(FILES_OF_MODEL), "--ignore-eos"]
+    common += ["--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(OUTPUT_TOKENS)]
+    common += ["--num-prompts", str(PROMPTS), "--save-result", "--result-dir", str(tmp_path)]
+    process = await asyncio.create_subprocess_exec(
+        *(os.environ["VLLM_PYTHON"], "-c", BENCHMARK),
+        *(
+            shlex.join([*common, "--backend", backend, *words, "--result-filename", f"{backend}.json"])
+            for backend, words in BACKENDS.items()
+        ),
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(240):
+            log, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, log.decode(errors="replace")[-3_000:]
+    results = {backend: json.loads((tmp_path / f"{backend}.json").read_text()) for backend in BACKENDS}
+    assert {backend: result["completed"] for backend, result in results.items()} == dict.fromkeys(BACKENDS, PROMPTS)
+    assert results["openai-embeddings"]["total_input_tokens"] >= 40 * PROMPTS
+    for backend in BACKENDS.keys() - {"openai-embeddings"}:
+        assert results[backend]["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS, backend
+    arrived = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
+    answers = [event for event in arrived if event.request.choices]  # it asks for tokens of prompts, too
+    assert len(answers) == 3 * PROMPTS
