@@ -84,7 +84,9 @@ def start(state: Path, cpus: int | None, gpus: int | None) -> LocalRay:
     while (started := STARTED.search(output.read_text(errors="replace"))) is None:
         if process.poll() is not None or time.monotonic() > until_s:
             _end(process.pid)
-            raise NoAnswer(f"Ray did not start; its logs are in {folder}:\n{output.read_text(errors='replace')[-2000:]}")
+            raise NoAnswer(
+                f"Ray did not start; its logs are in {folder}:\n{output.read_text(errors='replace')[-2000:]}"
+            )
         time.sleep(0.05)
     ray = LocalRay(started[1], process.pid, str(folder))
     (state / "ray.json").write_bytes(msgspec.json.encode(ray))
