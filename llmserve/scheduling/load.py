@@ -179,7 +179,8 @@ class Load:
             queued.likely_tokens = self.calibration.tokens(forecast)
         own_s, queued.prompt_s = self.prompts.split(queued.likely_tokens, seconds, queued.request.prompt_tokens, mean)
         queued.service_s = own_s + queued.prompt_s
-        changed = self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / max(1, slots))
+        queued.pace_s = queued.service_mean_s / max(1, slots)
+        changed = self.waits.observe(1e-6 * self.work_us / max(1, slots) + ahead * queued.pace_s)
         queued.decay_s = self.waits.decay_s
         return changed
 

@@ -26,6 +26,8 @@ from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
 LONG = 4.0  # of exponential service times, one in 55 is more than so many times the mean; see `boosted`
+LONG_WAITS = 52.0  # starts; the longest requests wait as if this many requests had to start first
+BOOST = 0.95
 LENGTH_MIN, LENGTH_MAX = 1e-6, 1e6  # of the mean; keep turns finite, and exact to a microsecond or so
 PREEMPTION_FACTOR = 3.03
 
@@ -218,20 +220,23 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
 def boosted(queued: QueuedRequest) -> float:
     """The turn under boost, seconds: the arrival, plus a delay that is below 0 for requests shorter than the mean.
 
-        turn = a + d (1 - m / s + max(0, s / (LONG m) - 1))
+        turn = a + BOOST d (1 - m / s) + max(d, LONG_WAITS m / k) max(0, s / (LONG m) - 1)
 
-    a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request.  d : seconds
-    of waiting by which the tail of the wait falls by a factor e (WaitTail).
+    a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request.  k : slots.
+    d : seconds of waiting by which the tail of the wait falls by a factor e (WaitTail).
 
-    m / s is the boost. Of two requests the one of the greater m / s + age / d is first. 1 / s is what a second of a
-    slot gains in finished requests; waiting for d counts as much as a mean request's boost. This is the generalized
-    c mu rule for the cost T + (s / m) T^2 / 2d of a latency T (van Mieghem, Annals of Applied Probability 5(3), 1995).
+    m / s is the boost. Of two requests the one of the greater m / s + age / (BOOST d) is first. 1 / s is what a second
+    of a slot gains in finished requests; waiting for BOOST d counts as much as a mean request's boost. This is the
+    generalized c mu rule for the cost T + (s / m) T^2 / (2 BOOST d) of a latency T (van Mieghem, Annals of Applied
+    Probability 5(3), 1995). BOOST below 1 leaves the 99th percentile some room.
     The boosts of the mean request and of longer ones hardly differ, so these keep nearly the order of arrival, which
     has a short tail. Short requests are little work, so going first they delay others little.
 
     The last term is for requests that are rare unless lengths differ more than exponential ones; then they take much of
     the time, and the tail is lightest if a request waits in proportion to its own length (Nuyens, Wierman & Zwart,
-    Operations Research 56(1), 2008). In order of arrival all others would wait for the longest.
+    Operations Research 56(1), 2008). In order of arrival all others would wait for the longest. At a low load d is the
+    time of a few starts only, and the latency of such a request is mostly its own time: it can let others go first for
+    longer than d.
 
     A mean request's turn is its arrival at any load, so turns of several loads are comparable: of several models, and
     between two sorts of a queue. While no request has had to wait, and without forecasts, the order is first come,
@@ -241,7 +246,10 @@ def boosted(queued: QueuedRequest) -> float:
     if decay_s <= 0.0:
         return queued.arrived_at_s
     length = min(max(queued.service_s / queued.service_mean_s, LENGTH_MIN), LENGTH_MAX)  # s / m
-    return queued.arrived_at_s + decay_s * (1.0 - 1.0 / length + max(0.0, length / LONG - 1.0))
+    turn_s = queued.arrived_at_s + BOOST * decay_s * (1.0 - 1.0 / length)
+    if length > LONG:
+        turn_s += max(decay_s, LONG_WAITS * queued.pace_s) * (length / LONG - 1.0)
+    return turn_s
 
 
 # ---- keys of the moment --------------------------------------------------------------------------------------------

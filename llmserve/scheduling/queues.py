@@ -26,7 +26,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
     decay_s          decay of the wait's tail of its model, as it was last sorted
-    prompt_s and decay_s are set for orders that follow the load only, by scheduling/load.py
+    pace_s           seconds from one start of its model's requests to the next: service_mean_s over the slots
+    prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
@@ -49,6 +50,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     sort_length: float = 0.0
     prompt_s: float = 0.0
     decay_s: float = 0.0
+    pace_s: float = 0.0
     judged: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
     run: Run | None = None

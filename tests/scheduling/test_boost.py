@@ -23,10 +23,10 @@ from llmserve.scheduling.window_queue import WindowQueue
 from llmserve.simulate import Scenario, Summary, simulate
 
 
-def queued(tokens: float, *, at_s: float = 0.0, decay_s: float = 100.0) -> QueuedRequest:
-    """A request of these tokens, one second each; the mean request takes 10 seconds."""
+def queued(tokens: float, *, at_s: float = 0.0, decay_s: float = 100.0, pace_s: float = 1.25) -> QueuedRequest:
+    """A request of these tokens, one second each; the mean request takes 10 seconds on one of 8 slots."""
     waiting = QueuedRequest(Request(0), 0, at_s, None, tokens, tokens, tokens, 10.0)
-    waiting.decay_s = decay_s
+    waiting.decay_s, waiting.pace_s = decay_s, pace_s
     return waiting
 
 
@@ -54,20 +54,20 @@ def test_a_burst_goes_shortest_first_although_its_first_requests_were_sorted_at_
 
 
 @pytest.mark.parametrize(
-    ("tokens", "turn_s"), [(1.0, -893.0), (5.0, -93.0), (10.0, 7.0), (20.0, 57.0), (40.0, 82.0), (80.0, 194.5)]
+    ("tokens", "turn_s"), [(1.0, -848.0), (5.0, -88.0), (10.0, 7.0), (20.0, 54.5), (40.0, 78.25), (80.0, 190.125)]
 )
 def test_a_turn_is_the_arrival_less_a_boost_in_inverse_proportion_to_the_length(tokens: float, turn_s: float) -> None:
-    """7 + d (1 - m / s + max(0, s / 4 m - 1)) with d = 100 and m = 10."""
+    """7 + 0.95 d (1 - m / s) + max(d, 52 m / k) max(0, s / 4 m - 1) with d = 100, m = 10 and k = 8."""
     assert boosted(queued(tokens, at_s=7.0)) == pytest.approx(turn_s)
 
 
 def test_the_order_is_the_generalized_c_mu_rule() -> None:
-    """Of two requests the one of the greater c'(age) / s is first, with c(T) = T + (s / m) T^2 / 2d."""
+    """Of two requests the one of the greater c'(age) / s is first, with c(T) = T + (s / m) T^2 / 1.9 d."""
     rng, now_s = random.Random(7), 1_000.0
     waiting = [queued(rng.uniform(1.0, 40.0), at_s=rng.uniform(0.0, now_s)) for _ in range(50)]
 
     def index(request: QueuedRequest) -> float:
-        slope = 1.0 + request.service_s / 10.0 * (now_s - request.arrived_at_s) / 100.0
+        slope = 1.0 + request.service_s / 10.0 * (now_s - request.arrived_at_s) / 95.0
         return slope / request.service_s
 
     assert sorted(waiting, key=boosted) == sorted(waiting, key=index, reverse=True)
@@ -77,6 +77,12 @@ def test_a_request_of_many_times_the_mean_waits_in_proportion_to_its_length() ->
     first_s, second_s, third_s = [boosted(queued(tokens)) for tokens in (1_000.0, 2_000.0, 3_000.0)]
     assert second_s - first_s == pytest.approx(100.0 * 1_000.0 / 40.0, rel=0.001)
     assert third_s - second_s == pytest.approx(second_s - first_s, rel=0.001)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32])
+def test_at_a_low_load_a_long_request_waits_as_if_the_wait_were_that_of_52_starts(slots: int) -> None:
+    turns_s = [boosted(queued(tokens, decay_s=1e-3, pace_s=10.0 / slots)) for tokens in (40.0, 60.0, 80.0)]
+    assert turns_s == pytest.approx([0.0, 0.5 * 520.0 / slots, 520.0 / slots], abs=1e-3)
 
 
 def test_a_mean_request_keeps_its_arrival_as_its_turn_at_any_load() -> None:
