@@ -80,17 +80,23 @@ def start(state: Path, cpus: int | None, gpus: int | None) -> LocalRay:
             env=environment(folder),
             start_new_session=True,
         )
-    until_s = time.monotonic() + START_S
-    while (started := STARTED.search(output.read_text(errors="replace"))) is None:
-        if process.poll() is not None or time.monotonic() > until_s:
-            _end(process.pid)
-            raise NoAnswer(
-                f"Ray did not start; its logs are in {folder}:\n{output.read_text(errors='replace')[-2000:]}"
-            )
-        time.sleep(0.05)
-    ray = LocalRay(started[1], process.pid, str(folder))
-    (state / "ray.json").write_bytes(msgspec.json.encode(ray))
+    try:
+        ray = LocalRay(_address(process, output), process.pid, str(folder))
+        (state / "ray.json").write_bytes(msgspec.json.encode(ray))
+    except BaseException:  # a Ray that is in no file would never be stopped
+        _end(process.pid)
+        raise
     return ray
+
+
+def _address(process: subprocess.Popen[bytes], output: Path) -> str:
+    """Wait until Ray has started. Raises NoAnswer."""
+    until_s = time.monotonic() + START_S
+    while (started := STARTED.search(words := output.read_text(errors="replace"))) is None:
+        if process.poll() is not None or time.monotonic() > until_s:
+            raise NoAnswer(f"Ray did not start; its logs are in {output.parent}:\n{words[-2000:]}")
+        time.sleep(0.05)
+    return started[1]
 
 
 def stop(state: Path, ray: LocalRay) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +53,26 @@ def test_a_head_that_ends_is_told_with_its_last_words(head: Head, tmp_path: Path
     with pytest.raises(NoAnswer, match="the port 63791 is taken"):
         local_ray.start(tmp_path, None, None)
     assert local_ray.running(tmp_path) is None
+
+
+def test_a_start_that_is_interrupted_leaves_no_head(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Watched(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def interrupted(process: object, output: Path) -> str:
+        raise KeyboardInterrupt
+
+    head("time.sleep(60)")
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    monkeypatch.setattr(local_ray, "_address", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_ray.start(tmp_path, None, None)
+    (process,) = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
