@@ -40,7 +40,7 @@ from bins.visits import MATTERING, TINY
 
 DENSE_MAX = 700  # largest number of states that are all nodes
 GROWTH = 0.2  # of panels, on the first grid
-GRIDS = 4
+GRIDS = 6
 REACH = 1e-3  # probability of states beyond the grid, over the error that is allowed
 STATES_MAX = 1 << 16  # states beyond a full batch on the first grid; each finer grid has twice as many
 NEGLIGIBLE = 1e-15  # probability of more arrivals than are counted

@@ -30,7 +30,8 @@ LOST_AFTER = {  # a node that refuses three connections in 1.5 s is lost, and on
 }
 NICENESS = {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would leave servers behind whatever else runs
 OBJECTS_BYTES = 100 << 20  # Ray's object store, which llmserve does not use
-STARTED = re.compile(r"Ray runtime started.*?--address='?([^'\s]+)'?\s", re.DOTALL)  # printed in several pieces
+READY = "Ray runtime started"
+ADDRESS = re.compile(READY + r".*?--address='?([^'\s]+)'?\s", re.DOTALL)  # a head prints it in several pieces
 
 
 class LocalRay(msgspec.Struct, frozen=True):
@@ -92,7 +93,7 @@ def start(state: Path, cpus: int | None, gpus: int | None) -> LocalRay:
 def _address(process: subprocess.Popen[bytes], output: Path) -> str:
     """Wait until Ray has started. Raises NoAnswer."""
     until_s = time.monotonic() + START_S
-    while (started := STARTED.search(words := output.read_text(errors="replace"))) is None:
+    while (started := ADDRESS.search(words := output.read_text(errors="replace"))) is None:
         if process.poll() is not None or time.monotonic() > until_s:
             raise NoAnswer(f"Ray did not start; its logs are in {output.parent}:\n{words[-2000:]}")
         time.sleep(0.05)

@@ -130,6 +130,16 @@ def test_a_load_just_below_1_is_solved(load: float) -> None:
     assert halved_s == pytest.approx(2 * response_s, rel=1e-2)
 
 
+def test_a_policy_that_saves_energy_with_slower_batches_than_the_fastest_has_the_longer_tail_and_is_solved() -> None:
+    """Batches of 2 serve most, so the first grids are made for their tail; batches of 10 take the least energy."""
+    latency_s = 1e-3 * np.array([0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 2.5, 3.5, 3.5, 3.5])
+    queue = Queue(1e4 / 7, ServiceTimes.hyperexponential(latency_s), np.array([0.01, *[0.03] * 9]))
+    assert queue.load == pytest.approx(0.357, abs=0.001)
+    evaluation = queue.solve(4.0).evaluation
+    assert evaluation.batch_size_mean == pytest.approx(10.0, rel=1e-8)
+    assert evaluation.utilisation == pytest.approx(0.5, rel=1e-8)
+
+
 def test_averages_that_cannot_be_exact_enough_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bins.smdp.GRIDS", 0)
     queue = variable("hyperexponential", 32, 0.9)

@@ -41,7 +41,7 @@ class Node:
 
     def wait(self) -> None:
         until_s = time.monotonic() + START_S
-        while local_ray.READY not in self.output.read_bytes():
+        while local_ray.READY not in self.output.read_text(errors="replace"):
             if self.process.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError(f"a node did not start:\n{self.output.read_text()[-2000:]}")
             time.sleep(0.05)
