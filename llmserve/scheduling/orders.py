@@ -27,7 +27,7 @@ UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
 LONG = 4.0  # of exponential service times, one in 55 is more than so many times the mean; see `boosted`
 LONG_WAITS = 52.0  # starts; the longest requests wait as if this many requests had to start first
-BOOST = 0.95
+BOOST = 0.95  # of a boost of one d for the mean request; see `boosted`
 LENGTH_MIN, LENGTH_MAX = 1e-6, 1e6  # of the mean; keep turns finite, and exact to a microsecond or so
 PREEMPTION_FACTOR = 3.03
 
@@ -228,9 +228,9 @@ def boosted(queued: QueuedRequest) -> float:
     m / s is the boost. Of two requests the one of the greater m / s + age / (BOOST d) is first. 1 / s is what a second
     of a slot gains in finished requests; waiting for BOOST d counts as much as a mean request's boost. This is the
     generalized c mu rule for the cost T + (s / m) T^2 / (2 BOOST d) of a latency T (van Mieghem, Annals of Applied
-    Probability 5(3), 1995). BOOST below 1 leaves the 99th percentile some room.
-    The boosts of the mean request and of longer ones hardly differ, so these keep nearly the order of arrival, which
-    has a short tail. Short requests are little work, so going first they delay others little.
+    Probability 5(3), 1995). BOOST below 1 leaves the 99th percentile some room. The boosts of the mean request and of
+    longer ones hardly differ, so these keep nearly the order of arrival, which has a short tail. Short requests are
+    little work, so going first they delay others little.
 
     The last term is for requests that are rare unless lengths differ more than exponential ones; then they take much of
     the time, and the tail is lightest if a request waits in proportion to its own length (Nuyens, Wierman & Zwart,

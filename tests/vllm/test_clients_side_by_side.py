@@ -276,6 +276,7 @@ async def test_vllms_own_benchmark_completes_every_request(
     assert {backend: result["completed"] for backend, result in results.items()} == dict.fromkeys(BACKENDS, PROMPTS)
     assert results["openai-embeddings"]["total_input_tokens"] >= 40 * PROMPTS
     for backend in BACKENDS.keys() - {"openai-embeddings"}:
+        assert results[backend]["failed"] == 0, backend  # it counts no failures of embeddings
         assert results[backend]["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS, backend
     arrived = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
     answers = [event for event in arrived if event.request.choices]  # it asks for tokens of prompts, too
