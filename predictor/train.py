@@ -228,8 +228,9 @@ def _base_model(
     if not tokenizer.is_fast or cls is None or sep is None or pad is None:
         raise PredictorError(f"the base model {name} is not of the BERT family: its tokenizer lacks CLS, SEP or PAD")
     room = min(options.max_length_tokens, encoder.config.max_position_embeddings, tokenizer.model_max_length)
-    if encoder.config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        room = min(room, encoder.config.max_position_embeddings - pad - 1)  # positions start there
+    padding = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
+    if padding is not None:  # RoBERTa, MPNet and their like: positions start behind the padding's
+        room = min(room, encoder.config.max_position_embeddings - padding - 1)
     encoding = Encoding.for_prompts(
         (row.prompt for row in rows),
         max_length_tokens=room,

@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 from script_module import load_script
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    MPNetConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+)
 
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import PredictorError
@@ -24,7 +32,7 @@ from predictor.numbers import SCALE, fix_number_embeddings, number_features
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 from predictor.tokenizer import NUMBERS, train_tokenizer
-from predictor.train import FROM_SCRATCH, SIZES, PlainProgress, Trained, _load_best_weights, train
+from predictor.train import FROM_SCRATCH, SIZES, PlainProgress, Trained, _base_model, _load_best_weights, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -258,6 +266,22 @@ def test_fine_tuning_starts_from_the_base_model_and_reads_as_long_a_prompt_as_it
     model.start_from([row.output_tokens for row in toy_splits().train])
     assert tuned.predict(SEVEN)[0] == pytest.approx(model.head.bias.new_tensor(untrained(model)), rel=0.3)
     assert str(tmp_path) not in (tmp_path / "out" / "predictor.json").read_text()
+
+
+@pytest.mark.parametrize("family", [RobertaConfig, MPNetConfig])
+def test_families_whose_positions_start_behind_the_padding_read_their_longest_prompt(
+    base: Path, family: type[PreTrainedConfig]
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base, model_max_length=512)
+    tokenizer.save_pretrained(base)
+    config = family(vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=tokenizer.pad_token_id, **sizes)
+    AutoModel.from_config(config).save_pretrained(base)
+    rows = [replace(row, prompt=Prompt(row.prompt.text * 20)) for row in toy_rows(2)]
+    encoder, backend, encoding = _base_model(str(base), rows, replace(QUICK, max_length_tokens=512))
+    (line, _) = encoding.encode(backend, [row.prompt for row in rows])
+    assert len(line) == encoding.max_length_tokens < 40
+    assert encoder(torch.tensor([line])).last_hidden_state.shape == (1, len(line), 32)
 
 
 def untrained(model: LengthModel) -> list[float]:
