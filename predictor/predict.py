@@ -40,7 +40,7 @@ class LengthPredictor:
         forecasts: Sequence[Sequence[float]] = (),
     ) -> None:
         self._session = session
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.encoding = encoding
         self.training_lengths = list(training_lengths)
         self.forecasts = [list(lengths) for lengths in forecasts]
@@ -74,7 +74,7 @@ class LengthPredictor:
 
         Prompts of similar length share a batch, so that there is little padding.
         """
-        lines = self.encoding.encode(self._tokenizer, prompts)
+        lines = self.encoding.encode(self.tokenizer, prompts)
         by_length = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         parts = [by_length[start : start + batch_size] for start in range(0, len(lines), batch_size)]
         outputs = [self._run([lines[i] for i in part]) for part in parts]

@@ -80,10 +80,10 @@ class Words:
     """Prompts of random words; a word is one token."""
 
     def __init__(self, predictor: LengthPredictor, tokens: int, draw: random.Random) -> None:
-        vocabulary = predictor._tokenizer.get_vocab()
+        vocabulary = predictor.tokenizer.get_vocab()
         self._words = sorted(word for word in vocabulary if word.isascii() and word.isalpha())
         self._draw = draw
-        empty = len(predictor.encoding.encode(predictor._tokenizer, [Prompt("")])[0])
+        empty = len(predictor.encoding.encode(predictor.tokenizer, [Prompt("")])[0])
         self._count = max(1, tokens - empty)
 
     def draw(self, count: int) -> list[Prompt]:

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import predictor
 from predictor.dataset import Row
 from predictor.errors import BadPredictor
-from predictor.export import quantize, quantize_if_accurate
+from predictor.export import quantize, quantize_if_accurate, widest_products
 from predictor.predict import INT8_FILE, MODEL_FILE, LengthPredictor
 from predictor.prompt import Prompt
 
@@ -50,7 +51,7 @@ def test_8_bits_serve_only_when_they_predict_as_well(folder: Path, monkeypatch: 
     assert quantize_if_accurate(folder, rows)["cpu_bits"] == 8
     assert (folder / INT8_FILE).is_file()
 
-    def poor(folder: Path) -> None:
+    def poor(folder: Path, kept: Sequence[str] = ()) -> None:
         """The 32-bit model with lengths twice as long."""
         model = onnx.load(folder / MODEL_FILE)
         two = onnx.numpy_helper.from_array(np.array(2.0, np.float32), "two")
@@ -65,6 +66,18 @@ def test_8_bits_serve_only_when_they_predict_as_well(folder: Path, monkeypatch: 
     assert chosen["cpu_bits"] == 32
     assert chosen["pinball_tokens_8_bits"] > chosen["pinball_tokens_32_bits"]
     assert not (folder / INT8_FILE).exists()
+
+
+def test_a_product_whose_inputs_are_too_wide_for_8_bits_keeps_32(wide_predictor: Path) -> None:
+    loaded, prompts = LengthPredictor.load(wide_predictor), [Prompt(text) for text in TEXTS]
+    full = loaded.predict(prompts)
+    rows = [Row(prompt, round(float(length))) for prompt, length in zip(prompts, full[:, 2], strict=True)]
+    assert widest_products(wide_predictor, loaded, prompts)[0].endswith("layer.1/output/dense/MatMul")
+    quantize(wide_predictor)
+    assert LengthPredictor.load(wide_predictor).predict(prompts) != pytest.approx(full, rel=0.1)
+    chosen = quantize_if_accurate(wide_predictor, rows)
+    assert (chosen["cpu_bits"], chosen["products_32_bits"]) == (8, 1)
+    assert LengthPredictor.load(wide_predictor).predict(prompts) == pytest.approx(full, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["predictor.json", "model.onnx", "tokenizer.json", "training_lengths.json"])
