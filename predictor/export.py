@@ -1,7 +1,8 @@
 """A trained network -> the folder that serves: ONNX, readable without torch.
 
 model.onnx            32-bit, for GPUs, and for CPUs if 8 bits lose too much accuracy
-model.int8.onnx       weights and activations of 8 bits, if accurate enough: two to three times as fast on a CPU
+model.int8.onnx       weights and activations of 8 bits, of few products 32, if accurate enough: two to three times as
+                      fast on a CPU
 predictor.json        how prompts become token ids (predictor/encoding.py)
 tokenizer.json        of the tokenizers library
 training_lengths.json a sorted sample of the training answers' lengths
