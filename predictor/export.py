@@ -85,7 +85,8 @@ def quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
     predictor = LengthPredictor.load(folder, bits=32)
     full, constant = loss(predictor), pinball_loss(np.full((1, 1), np.median(predictor.training_lengths)), actual)
     products = widest_products(folder, predictor, prompts[:WIDTH_PROMPTS])
-    for kept in (0, *(2**power for power in range(int(len(products) * KEPT_SHARE_MAX).bit_length()))):
+    most = int(len(products) * KEPT_SHARE_MAX)
+    for kept in (0, *(2**power for power in range(most.bit_length()))):  # 0, 1, 2, 4, ..., at most `most`
         quantize(folder, products[:kept])
         quantized = loss(LengthPredictor.load(folder, bits=8))
         bits = 8 if quantized <= full + INT8_LOSS_MAX * constant else 32
