@@ -33,16 +33,8 @@ from predictor.encoding import Encoding
 from predictor.errors import PredictorError
 from predictor.evaluate import pinball_loss
 from predictor.model import LengthModel
-from predictor.predict import (
-    CPU,
-    ENCODING_FILE,
-    FORECASTS_FILE,
-    INT8_FILE,
-    LENGTHS_FILE,
-    MODEL_FILE,
-    TOKENIZER_FILE,
-    LengthPredictor,
-)
+from predictor.network import CPU, ENCODING_FILE, INT8_FILE, MODEL_FILE, TOKENIZER_FILE, Network
+from predictor.predict import FORECASTS_FILE, LENGTHS_FILE, LengthPredictor
 from predictor.prompt import Prompt
 
 OPSET = 17
@@ -84,7 +76,7 @@ def quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
 
     predictor = LengthPredictor.load(folder, bits=32)
     full, constant = loss(predictor), pinball_loss(np.full((1, 1), np.median(predictor.training_lengths)), actual)
-    products = widest_products(folder, predictor, prompts[:WIDTH_PROMPTS])
+    products = widest_products(folder, predictor.network, prompts[:WIDTH_PROMPTS])
     most = int(len(products) * KEPT_SHARE_MAX)
     for kept in (0, *(2**power for power in range(most.bit_length()))):  # 0, 1, 2, 4, ..., at most `most`
         quantize(folder, products[:kept])
@@ -124,7 +116,7 @@ def quantize(folder: Path, kept: Sequence[str] = ()) -> None:
         logging.disable(previous)
 
 
-def widest_products(folder: Path, predictor: LengthPredictor, prompts: Sequence[Prompt]) -> list[str]:
+def widest_products(folder: Path, network: Network, prompts: Sequence[Prompt]) -> list[str]:
     """The matrix products with trained weights, by the width of their inputs, widest first.
 
     The width is the range of the inputs over their standard deviation, a mean over the prompts. All inputs of a product
@@ -139,8 +131,8 @@ def widest_products(folder: Path, predictor: LengthPredictor, prompts: Sequence[
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=[CPU])
     widths = np.zeros(len(names))
-    for line in predictor.encoding.encode(predictor.tokenizer, prompts):
-        input_ids, attention_mask = predictor.encoding.padded([line])
+    for line in network.encoding.encode(network.tokenizer, prompts):
+        input_ids, attention_mask = network.encoding.padded([line])
         values = session.run(names, {"input_ids": input_ids, "attention_mask": attention_mask})
         widths += [np.ptp(value) / (value.std() or 1.0) for value in values]
     width = dict(zip(names, widths, strict=True))

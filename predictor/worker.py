@@ -34,7 +34,7 @@ def main() -> None:
         {
             "training_lengths": predictor.training_lengths,
             "forecasts": predictor.forecasts,
-            "characters_max": predictor.encoding.characters_max,
+            "characters_max": predictor.characters_max,
         },
     )
     for line in sys.stdin.buffer:

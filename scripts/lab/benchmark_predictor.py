@@ -23,8 +23,9 @@ from bench.results import write_json
 from bench.tables import show
 
 from predictor.errors import PredictorError
+from predictor.network import INT8_FILE, Network
 from predictor.options import positive
-from predictor.predict import INT8_FILE, LengthPredictor
+from predictor.predict import LengthPredictor
 from predictor.process import PredictorProcess
 from predictor.prompt import Prompt
 
@@ -62,7 +63,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(args.seed)
     sizes: tuple[Literal[8, 32], ...] = (8, 32) if (args.predictor / INT8_FILE).is_file() else (32,)
     models = {f"{bits} bits": LengthPredictor.load(args.predictor, args.threads, bits=bits) for bits in sizes}
-    prompts = Words(next(iter(models.values())), args.tokens, draw)
+    prompts = Words(next(iter(models.values())).network, args.tokens, draw)
     for model in models.values():
         model.predict(prompts.draw(10))
     one_by_one = alternate(models, prompts, args.prompts)
@@ -79,11 +80,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 class Words:
     """Prompts of random words; a word is one token."""
 
-    def __init__(self, predictor: LengthPredictor, tokens: int, draw: random.Random) -> None:
-        vocabulary = predictor.tokenizer.get_vocab()
+    def __init__(self, network: Network, tokens: int, draw: random.Random) -> None:
+        vocabulary = network.tokenizer.get_vocab()
         self._words = sorted(word for word in vocabulary if word.isascii() and word.isalpha())
         self._draw = draw
-        empty = len(predictor.encoding.encode(predictor.tokenizer, [Prompt("")])[0])
+        empty = len(network.encoding.encode(network.tokenizer, [Prompt("")])[0])
         self._count = max(1, tokens - empty)
 
     def draw(self, count: int) -> list[Prompt]:

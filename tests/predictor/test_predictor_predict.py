@@ -14,7 +14,8 @@ import predictor
 from predictor.dataset import Row
 from predictor.errors import BadPredictor
 from predictor.export import quantize, quantize_if_accurate, widest_products
-from predictor.predict import INT8_FILE, MODEL_FILE, LengthPredictor
+from predictor.network import INT8_FILE, MODEL_FILE
+from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 
 TEXTS = ["count", "spell banana " * 50, "", "7", "half a \ud800 pair", "x" * 10_000]
@@ -72,7 +73,7 @@ def test_a_product_whose_inputs_are_too_wide_for_8_bits_keeps_32(wide_predictor:
     loaded, prompts = LengthPredictor.load(wide_predictor), [Prompt(text) for text in TEXTS]
     full = loaded.predict(prompts)
     rows = [Row(prompt, round(float(length))) for prompt, length in zip(prompts, full[:, 2], strict=True)]
-    assert widest_products(wide_predictor, loaded, prompts)[0].endswith("layer.1/output/dense/MatMul")
+    assert widest_products(wide_predictor, loaded.network, prompts)[0].endswith("layer.1/output/dense/MatMul")
     quantize(wide_predictor)
     assert LengthPredictor.load(wide_predictor).predict(prompts) != pytest.approx(full, rel=0.1)
     chosen = quantize_if_accurate(wide_predictor, rows)

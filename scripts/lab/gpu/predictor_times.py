@@ -15,7 +15,8 @@ import onnxruntime
 
 import predictor
 from gpu.onnx_on_torch import OnnxOnTorch
-from predictor.predict import GPU, MODEL_FILE, LengthPredictor
+from predictor.network import GPU, MODEL_FILE
+from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 
 WORDS = [
@@ -43,13 +44,6 @@ PROMPT_WORDS = 40
 BATCH = 64
 
 
-class GpuPredictor(LengthPredictor):
-    """The exported folder, its model run by torch."""
-
-    def use(self, folder: Path, device: str) -> None:
-        self._session = OnnxOnTorch(folder / MODEL_FILE, device)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gpu.predictor_times", description=__doc__)
     parser.add_argument("--predictor", type=Path, default=predictor.DEMO, help="an exported folder")
@@ -59,8 +53,8 @@ def main() -> None:
     rng = random.Random(0)
     prompts = [Prompt(" ".join(rng.choices(WORDS, k=PROMPT_WORDS)) + f" {number}") for number in range(args.prompts)]
     on_cpu = LengthPredictor.load(args.predictor, bits=32)
-    on_gpu = GpuPredictor.load(args.predictor, bits=32)
-    on_gpu.use(args.predictor, args.device)
+    on_gpu = LengthPredictor.load(args.predictor, bits=32)
+    on_gpu.network.session = OnnxOnTorch(args.predictor / MODEL_FILE, args.device)
     expected, seen = on_cpu.predict(prompts[:BATCH]), on_gpu.predict(prompts[:BATCH])
     result = {
         "onnxruntime_on_gpu": GPU in onnxruntime.get_available_providers(),
