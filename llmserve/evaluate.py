@@ -44,6 +44,7 @@ from predictor.options import (
 )
 from predictor.prequential import ANSWERS_MAX, forecast_stream, scores_by_range
 from predictor.text import markdown
+from predictor.trained import other_training, trained_split
 
 if TYPE_CHECKING:
     from predictor.report import Report
@@ -250,53 +251,11 @@ def chosen_split(args: argparse.Namespace) -> Split:
     return split
 
 
-def trained_split(folder: Path) -> Split | None:
-    fields = trained_metrics(folder).get("split")
-    if fields is None:
-        return None
-    try:
-        return Split(natural(str(fields["seed"])), float(fields["held_out_share"]), float(fields["validation_share"]))
-    except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise BadPredictor(f"{folder / METRICS_FILE} has no good split: {fields!r}") from error
-
-
-def trained_models(folder: Path) -> list[str] | None:
-    """Return the models whose answers the predictor was trained on; None: all models."""
-    models = trained_metrics(folder).get("models")
-    if models is not None and not (isinstance(models, list) and all(isinstance(model, str) for model in models)):
-        raise BadPredictor(f"{folder / METRICS_FILE} has no good list of models: {models!r}")
-    return models
-
-
-def trained_metrics(folder: Path) -> dict[str, Any]:
-    """Return the content of metrics.json; {} without the file."""
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        return {}
-    try:
-        metrics = json.loads(path.read_text())
-    except ValueError as error:
-        raise BadPredictor(f"cannot read {path}: {error}") from error
-    if not isinstance(metrics, dict):
-        raise BadPredictor(f"cannot read {path}: not a JSON object")
-    return metrics
-
-
 def split_warnings(folders: Sequence[Path], split: Split, splits: Splits) -> list[str]:
     """Return warnings that a predictor may have been trained on some of the answers."""
-    warnings = []
-    for folder in folders:
-        rows, sizes = trained_metrics(folder).get("rows"), part_sizes(splits, trained_models(folder))
-        other_data = isinstance(rows, dict) and any(rows.get(name, size) != size for name, size in sizes.items())
-        if trained_split(folder) != split or other_data:
-            reason = "other data" if other_data else "another split, or an unknown split"
-            warnings.append(f"**{folder.name} was trained with {reason}: it may have seen some of these answers.**")
-    return warnings
-
-
-def part_sizes(splits: Splits, models: Sequence[str] | None) -> dict[str, int]:
-    """Return the number of rows of the models (None: all models) by part."""
-    return {
-        part.name: sum(models is None or row.prompt.model in models for row in getattr(splits, part.name))
-        for part in dataclasses.fields(Splits)
-    }
+    reasons = {folder.name: other_training(folder, split, splits) for folder in folders}
+    return [
+        f"**{name} was trained with {reason}: it may have seen some of these answers.**"
+        for name, reason in reasons.items()
+        if reason is not None
+    ]
