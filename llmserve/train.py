@@ -2,6 +2,7 @@
 
 llmserve train --data answers.jsonl --output runs/predictor                       # fine-tunes BERT
 llmserve train --data answers.jsonl --output runs/predictor --from-scratch tiny   # no download
+llmserve train --data answers.jsonl --output runs/both --average runs/small --average runs/large
 
 Data: flat rows (prompt, output_tokens and optionally model, system, ...), the server's record (llmserve serve
 --record), or conversations in the format of LMSYS-Chat-1M, ShareGPT or OpenAI's messages. --answer-tokenizer counts the
@@ -20,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llmserve.errors import ConfigError
 from llmserve.extras import need
 from predictor.dataset import Rows, Splits, load_rows, split_rows
 from predictor.errors import PredictorError
@@ -47,7 +49,8 @@ MODULES = (
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status. Raises ConfigError without the extra."""
+    """Run the command. Returns the exit status. Raises ConfigError on flags that contradict, and without the extra."""
+    check_flags(args)
     need("train", *MODULES, why="training")
     split = Split(args.seed, args.held_out_share, args.validation_share)
     try:
@@ -68,6 +71,18 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a mean of one predictor, and for options of a training where nothing is trained."""
+    if args.average is None:
+        return
+    if len(args.average) < 2:
+        raise ConfigError("--average needs at least two predictors: repeat it")
+    training = [name for name in OPTIONS if name != "seed" and getattr(args, name) is not None]
+    if args.resume or training:
+        flag = f"--{(training or ['resume'])[0].replace('_', '-')}"
+        raise ConfigError(f"{flag} is of a training: --average trains nothing")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_options(parser)
@@ -75,6 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--base-model", metavar="ID_OR_FOLDER", help="encoder to fine-tune (bert-base-uncased)")
     start.add_argument("--from-scratch", metavar="SIZE", choices=["tiny"], help="a new small BERT: tiny")
+    start.add_argument(
+        "--average",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="a trained predictor; repeatable: no training, but the mean of their forecasts",
+    )
     add("--output", type=Path, required=True, metavar="FOLDER", help="for the predictor, its metrics.json and figures")
     add("--resume", action="store_true", help="resume from the last checkpoint in the output folder")
     add("--loss", choices=["quantile", "l1"], help="several quantiles at once (the default), or Multi-Bin's L1")
@@ -127,21 +149,29 @@ def odd(text: str) -> int:
 def train_and_evaluate(
     args: argparse.Namespace, data: Rows, splits: Splits, split: Split
 ) -> tuple[dict[str, Any], str] | None:
-    """Train into args.output. Returns the options and the evaluation, as JSON and as tables.
+    """Train or average into args.output. Returns the options and the evaluation, as JSON and as tables.
 
     Returns None in all processes of a distributed training but the first.
     """
     import torch  # the import takes seconds: avoid it for --help and bad data
 
+    from predictor.average import average
     from predictor.report import held_out_report, shareable
-    from predictor.train import FINE_TUNING, FROM_SCRATCH, train
+    from predictor.train import FINE_TUNING, FROM_SCRATCH, Trained, train
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    changes = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **changes)
     started_s = time.monotonic()
-    trained = train(splits, options, args.output, resume=args.resume)
+    options: dict[str, Any]
+    trained: Trained | None
+    if args.average:
+        options = {"average": [folder.name for folder in args.average]}
+        trained = average(args.average, splits, split, args.output)
+    else:
+        changes = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+        chosen = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **changes)
+        options = dataclasses.asdict(chosen)
+        trained = train(splits, chosen, args.output, resume=args.resume)
     if trained is None:
         return None
     training_s = round(time.monotonic() - started_s)
@@ -154,7 +184,7 @@ def train_and_evaluate(
         "export": trained.export,
         "training_s": training_s,
         "parameters": trained.parameters,
-        "options": {name: shareable(value) for name, value in dataclasses.asdict(options).items()},
+        "options": {name: shareable(value) for name, value in options.items()},
         "arguments": [shareable(argument) for argument in args.words],
         "rows": {"train": len(splits.train), "validation": len(splits.validation), "held_out": len(splits.held_out)},
         "bad": dict(data.bad),

@@ -3,7 +3,7 @@
 model.onnx            32-bit, for GPUs, and for CPUs if 8 bits lose too much accuracy
 model.int8.onnx       weights and activations of 8 bits, of few products 32, if accurate enough: two to three times as
                       fast on a CPU
-predictor.json        how prompts become token ids (predictor/encoding.py)
+predictor.json        how prompts become token ids (predictor/encoding.py), or the folders of several networks
 tokenizer.json        of the tokenizers library
 training_lengths.json a sorted sample of the training answers' lengths
 forecasts.json        forecasts for a sample of validation prompts: the first bin edges come from these forecasts
@@ -76,7 +76,7 @@ def quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
 
     predictor = LengthPredictor.load(folder, bits=32)
     full, constant = loss(predictor), pinball_loss(np.full((1, 1), np.median(predictor.training_lengths)), actual)
-    products = widest_products(folder, predictor.network, prompts[:WIDTH_PROMPTS])
+    products = widest_products(folder, predictor.networks[0], prompts[:WIDTH_PROMPTS])
     most = int(len(products) * KEPT_SHARE_MAX)
     for kept in (0, *(2**power for power in range(most.bit_length()))):  # 0, 1, 2, 4, ..., at most `most`
         quantize(folder, products[:kept])

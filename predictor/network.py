@@ -17,8 +17,15 @@ MODEL_FILE = "model.onnx"
 INT8_FILE = "model.int8.onnx"
 ENCODING_FILE = "predictor.json"
 TOKENIZER_FILE = "tokenizer.json"
+NETWORKS = "networks"  # in ENCODING_FILE of a predictor with several networks: the names of their folders
 
 GPU, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+def network_folders(folder: Path) -> list[Path]:
+    """The folders of a predictor's networks: its own, unless its forecasts are the mean of several networks."""
+    names = json.loads((folder / ENCODING_FILE).read_text()).get(NETWORKS)
+    return [folder] if names is None else [folder / name for name in names]
 
 
 class Network:
@@ -34,7 +41,7 @@ class Network:
         """Load the files of one export. Raises what the libraries raise for a damaged file."""
         return cls(_session(folder, threads, bits), _tokenizer(folder), _encoding(folder))
 
-    def predict(self, prompts: Sequence[Prompt], batch_size: int) -> NDArray[np.float32]:
+    def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
         """(prompts, quantiles) output tokens, at least 1, ascending. Raises ValueError for lengths that are no numbers.
 
         Prompts of similar length share a batch, so that there is little padding.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.errors import BadPredictor
-from predictor.network import ENCODING_FILE, Network
+from predictor.network import ENCODING_FILE, Network, network_folders
 from predictor.prompt import Prompt
 
 LENGTHS_FILE = "training_lengths.json"
@@ -19,14 +19,18 @@ FORECASTS_FILE = "forecasts.json"
 class LengthPredictor:
     """Prompts -> equally likely output lengths.
 
+    networks : at least one; of several, the mean of their distributions is the forecast.
     training_lengths : sorted output tokens of the training answers, or of a sample of them.
     forecasts : (prompts, quantiles), this predictor's forecasts for some validation prompts.
     """
 
     def __init__(
-        self, network: Network, training_lengths: Sequence[int], forecasts: Sequence[Sequence[float]] = ()
+        self,
+        networks: Sequence[Network],
+        training_lengths: Sequence[int],
+        forecasts: Sequence[Sequence[float]] = (),
     ) -> None:
-        self.network = network
+        self.networks = list(networks)
         self.training_lengths = list(training_lengths)
         self.forecasts = [list(lengths) for lengths in forecasts]
 
@@ -42,7 +46,8 @@ class LengthPredictor:
         if not (folder / ENCODING_FILE).is_file():
             raise BadPredictor(f"{folder} is not a predictor's folder: it has no {ENCODING_FILE}")
         try:
-            predictor = cls(Network.load(folder, threads, bits), _training_lengths(folder), _forecasts(folder))
+            networks = [Network.load(part, threads, bits) for part in network_folders(folder)]
+            predictor = cls(networks, _training_lengths(folder), _forecasts(folder))
             predictor.predict([Prompt("a first prompt")])  # fails on missing parts now, and warms up
         except Exception as error:  # the libraries raise many exceptions for a damaged folder
             raise BadPredictor(f"cannot load a predictor from {folder}: {error}") from error
@@ -51,11 +56,21 @@ class LengthPredictor:
     @property
     def characters_max(self) -> int:
         """A text with more characters than this is cut to its two ends."""
-        return self.network.encoding.characters_max
+        return max(network.encoding.characters_max for network in self.networks)
 
     def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
         """(prompts, quantiles) output tokens, at least 1, ascending, equally likely; the middle one is the median."""
-        return self.network.predict(prompts, batch_size)
+        return pooled([network.predict(prompts, batch_size) for network in self.networks])
+
+
+def pooled(lengths: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """(prompts, quantiles) of each network -> the same of the mean of their distributions.
+
+    The lengths of all networks are equally likely. Sorted, and in groups of one for each network, they are quantiles.
+    """
+    together = np.sort(np.concatenate(lengths, axis=1), axis=1)
+    groups: NDArray[np.float32] = together.reshape(*lengths[0].shape, len(lengths)).mean(axis=2)
+    return groups
 
 
 def _training_lengths(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench import ROOT
 from bench.arguments import exit_on, parser_of
@@ -23,7 +23,7 @@ from bench.results import write_json
 from bench.tables import show
 
 from predictor.errors import PredictorError
-from predictor.network import INT8_FILE, Network
+from predictor.network import INT8_FILE, Network, network_folders
 from predictor.options import positive
 from predictor.predict import LengthPredictor
 from predictor.process import PredictorProcess
@@ -61,9 +61,10 @@ def parse_args() -> argparse.Namespace:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(args.seed)
-    sizes: tuple[Literal[8, 32], ...] = (8, 32) if (args.predictor / INT8_FILE).is_file() else (32,)
-    models = {f"{bits} bits": LengthPredictor.load(args.predictor, args.threads, bits=bits) for bits in sizes}
-    prompts = Words(next(iter(models.values())).network, args.tokens, draw)
+    models = {"32 bits": LengthPredictor.load(args.predictor, args.threads, bits=32)}
+    if all((part / INT8_FILE).is_file() for part in network_folders(args.predictor)):
+        models = {"8 bits": LengthPredictor.load(args.predictor, args.threads, bits=8), **models}
+    prompts = Words(next(iter(models.values())).networks[0], args.tokens, draw)
     for model in models.values():
         model.predict(prompts.draw(10))
     one_by_one = alternate(models, prompts, args.prompts)

@@ -1,8 +1,8 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from untrained_predictor import export_untrained
 
 
 @pytest.fixture(scope="session")
@@ -23,29 +23,3 @@ def wide_predictor(tmp_path: Path) -> Path:
         model.head.weight.data *= 10
 
     return export_untrained(tmp_path / "wide", widen)
-
-
-def export_untrained(folder: Path, change: Callable[[Any], None] = lambda model: None) -> Path:
-    """Export a network with random weights.  change : of the network, before the export."""
-    from transformers import BertConfig, set_seed
-
-    from predictor.encoding import Encoding
-    from predictor.export import export
-    from predictor.model import LengthConfig, LengthModel
-    from predictor.tokenizer import CLS, PAD, SEP, train_tokenizer
-
-    set_seed(0)
-    tokenizer = train_tokenizer(["count to ten", "spell banana"], words_max=100)
-    encoder = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    config = LengthConfig(encoder=encoder.to_diff_dict(), length_unit=50.0, quantiles=5)
-    cls, sep, pad = (tokenizer.get_vocab()[token] for token in (CLS, SEP, PAD))
-    model = LengthModel(config)
-    change(model)
-    export(model, tokenizer, Encoding(32, cls, sep, pad), [10, 20, 30], folder)
-    return folder

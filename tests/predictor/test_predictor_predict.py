@@ -73,7 +73,7 @@ def test_a_product_whose_inputs_are_too_wide_for_8_bits_keeps_32(wide_predictor:
     loaded, prompts = LengthPredictor.load(wide_predictor), [Prompt(text) for text in TEXTS]
     full = loaded.predict(prompts)
     rows = [Row(prompt, round(float(length))) for prompt, length in zip(prompts, full[:, 2], strict=True)]
-    assert widest_products(wide_predictor, loaded.network, prompts)[0].endswith("layer.1/output/dense/MatMul")
+    assert widest_products(wide_predictor, loaded.networks[0], prompts)[0].endswith("layer.1/output/dense/MatMul")
     quantize(wide_predictor)
     assert LengthPredictor.load(wide_predictor).predict(prompts) != pytest.approx(full, rel=0.1)
     chosen = quantize_if_accurate(wide_predictor, rows)

@@ -259,7 +259,7 @@ def test_fine_tuning_starts_from_the_base_model_and_reads_as_long_a_prompt_as_it
 ) -> None:
     options = replace(QUICK, base_model=str(base), epochs=1, learning_rate=1e-9, max_length_tokens=512)
     tuned = predictor_of(train(toy_splits(), options, tmp_path / "out"))
-    assert tuned.network.encoding.max_length_tokens == 24
+    assert tuned.networks[0].encoding.max_length_tokens == 24
     encoder = AutoModel.from_pretrained(base).eval()
     unit = np.median([row.output_tokens for row in toy_splits().train])
     model = LengthModel(LengthConfig(encoder=encoder.config.to_diff_dict(), quantiles=15, length_unit=unit), encoder)

@@ -15,7 +15,7 @@ import onnxruntime
 
 import predictor
 from gpu.onnx_on_torch import OnnxOnTorch
-from predictor.network import GPU, MODEL_FILE
+from predictor.network import GPU, MODEL_FILE, network_folders
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 
@@ -54,7 +54,8 @@ def main() -> None:
     prompts = [Prompt(" ".join(rng.choices(WORDS, k=PROMPT_WORDS)) + f" {number}") for number in range(args.prompts)]
     on_cpu = LengthPredictor.load(args.predictor, bits=32)
     on_gpu = LengthPredictor.load(args.predictor, bits=32)
-    on_gpu.network.session = OnnxOnTorch(args.predictor / MODEL_FILE, args.device)
+    for network, folder in zip(on_gpu.networks, network_folders(args.predictor), strict=True):
+        network.session = OnnxOnTorch(folder / MODEL_FILE, args.device)
     expected, seen = on_cpu.predict(prompts[:BATCH]), on_gpu.predict(prompts[:BATCH])
     result = {
         "onnxruntime_on_gpu": GPU in onnxruntime.get_available_providers(),
