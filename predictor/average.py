@@ -59,7 +59,7 @@ def _losses(folders: Sequence[Path], rows: Sequence[Row]) -> dict[str, float]:
 
     each, alone = [], []
     for folder in folders:
-        each.append([network.predict(prompts) for network in LengthPredictor.load(folder).networks])
+        each.append([network.read(prompts)[0] for network in LengthPredictor.load(folder).networks])
         alone.append(loss(each[-1], folder.name))
     lengths = list(chain.from_iterable(each))
     if len({part.shape for part in lengths}) > 1:

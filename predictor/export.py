@@ -13,6 +13,7 @@ metrics.json          the predictor's accuracy, data and training
 import dataclasses
 import json
 import logging
+import math
 import sys
 import tempfile
 import warnings
@@ -24,6 +25,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -37,7 +39,12 @@ from predictor.network import CPU, ENCODING_FILE, INT8_FILE, MODEL_FILE, TOKENIZ
 from predictor.predict import FORECASTS_FILE, LENGTHS_FILE, LengthPredictor
 from predictor.prompt import Prompt
 
+Matrix = NDArray[np.float32]
+
 OPSET = 17
+FEATURES_MAX = 256
+"""Features of a prompt, at most. Of MiniLM's 384 they have nearly all that varies."""
+FEATURES_PROMPTS = 1000  # prompts whose encodings give the directions of the features
 TOLERANCE = 1e-3  # relative, between the network and the written model
 FORECASTS_MAX = 300
 INT8_LOSS_MAX = 0.01  # largest rise of the pinball loss with 8 bits, as a share of the loss of a constant
@@ -46,17 +53,48 @@ WIDTH_PROMPTS = 64  # prompts that show how wide the products' inputs are
 
 
 def export(
-    model: LengthModel, tokenizer: Tokenizer, encoding: Encoding, training_lengths: Sequence[int], folder: Path
+    model: LengthModel,
+    tokenizer: Tokenizer,
+    encoding: Encoding,
+    training_lengths: Sequence[int],
+    folder: Path,
+    prompts: Sequence[Prompt],
 ) -> None:
-    """Write all files that `LengthPredictor.load` needs, with 32 bits. Raises PredictorError when the written model
-    differs from the network."""
+    """Write all files that `LengthPredictor.load` needs, with 32 bits.
+
+    prompts : a sample of what the predictor will read. It gives the features their directions.
+    Raises PredictorError when the written model differs from the network.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INT8_FILE).unlink(missing_ok=True)  # from an earlier export
     tokenizer.save(str(folder / TOKENIZER_FILE))
     (folder / ENCODING_FILE).write_text(json.dumps(dataclasses.asdict(encoding), indent=1) + "\n")
     (folder / LENGTHS_FILE).write_text(json.dumps(list(training_lengths)) + "\n")
-    _write_onnx(model, folder / MODEL_FILE)
-    _check(model, folder / MODEL_FILE)
+    model.eval()
+    lines = encoding.encode(tokenizer, prompts[:FEATURES_PROMPTS])
+    network = _Exported(model, *main_directions(_encoded(model, encoding, lines)))
+    _write_onnx(network, folder / MODEL_FILE)
+    _check(network, folder / MODEL_FILE)
+
+
+def _encoded(model: LengthModel, encoding: Encoding, lines: Sequence[list[int]]) -> Matrix:
+    """(prompts, hidden)"""
+    padded = [map(torch.from_numpy, encoding.padded([line])) for line in lines]
+    with torch.inference_mode():
+        return np.concatenate([model.encoded(*line).numpy() for line in padded])
+
+
+def main_directions(encoded: Matrix) -> tuple[Matrix, Matrix]:
+    """The mean and the main directions of encodings (principal components; Pearson 1901), the widest first.
+
+    encoded : (prompts, hidden), at least one prompt.  Returns (hidden,) and (hidden, features). The directions are
+    scaled all alike, so that the features of these prompts have a mean square of 1.
+    """
+    mean = encoded.mean(axis=0)
+    _, widths, directions = np.linalg.svd(encoded - mean, full_matrices=False)
+    count = min(FEATURES_MAX, len(widths))
+    scale = math.sqrt(np.square(widths[:count]).sum() / (len(encoded) * count)) or 1.0
+    return mean, (directions[:count].T / scale).astype(np.float32)
 
 
 def quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
@@ -158,55 +196,70 @@ def check_export(model: LengthModel) -> None:
     nn.init.normal_(twin.head.weight, std=0.1)  # an untrained head has the same output for all prompts
     with tempfile.TemporaryDirectory() as folder:
         try:
-            _write_onnx(twin, Path(folder) / MODEL_FILE)
-            _check(twin, Path(folder) / MODEL_FILE)
+            hidden = twin.head.in_features
+            network = _Exported(twin, np.zeros(hidden, np.float32), np.eye(hidden, FEATURES_MAX, dtype=np.float32))
+            _write_onnx(network, Path(folder) / MODEL_FILE)
+            _check(network, Path(folder) / MODEL_FILE)
         except PredictorError:
             raise
         except Exception as error:  # the libraries raise many exceptions for an unknown encoder
             raise PredictorError(f"the encoder cannot be exported: {type(error).__name__}: {error}") from error
 
 
-class _Lengths(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """The network with one plain output, as ONNX requires."""
+class _Exported(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """The network with plain outputs, as ONNX requires: the lengths, and the features of the prompts.
 
-    def __init__(self, model: LengthModel) -> None:
+    mean, directions : of main_directions.
+    """
+
+    def __init__(self, model: LengthModel, mean: Matrix, directions: Matrix) -> None:
         super().__init__()
         self.model = model
+        self.features = nn.Linear(*directions.shape)
+        with torch.no_grad():
+            self.features.weight.copy_(torch.from_numpy(directions.T))
+            self.features.bias.copy_(torch.from_numpy(-mean @ directions))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        lengths: Tensor = self.model(input_ids, attention_mask).lengths
-        return lengths
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        encoded = self.model.encoded(input_ids, attention_mask)
+        return self.model.lengths_of(encoded), self.features(encoded)
 
 
-def _write_onnx(model: LengthModel, path: Path) -> None:
+def _write_onnx(network: _Exported, path: Path) -> None:
     ids = torch.ones(2, 8, dtype=torch.long)
     axes = {0: "prompts", 1: "tokens"}
-    model.encoder.set_attn_implementation("eager")  # plain matrix products, which the quantization supports
+    network.model.encoder.set_attn_implementation("eager")  # plain matrix products, which the quantization supports
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _Lengths(model).eval(),
+            network.eval(),
             (ids, torch.ones_like(ids)),
             str(path),
             input_names=["input_ids", "attention_mask"],
-            output_names=["lengths"],
-            dynamic_axes={"input_ids": axes, "attention_mask": axes, "lengths": {0: "prompts"}},
+            output_names=["lengths", "features"],
+            dynamic_axes={
+                "input_ids": axes,
+                "attention_mask": axes,
+                "lengths": {0: "prompts"},
+                "features": {0: "prompts"},
+            },
             opset_version=OPSET,
             dynamo=False,  # torch's new exporter writes shapes that the quantization refuses
         )
 
 
-def _check(model: LengthModel, path: Path) -> None:
+def _check(network: _Exported, path: Path) -> None:
     """Compare the written model with the network, for other shapes than the traced shape, and with padding."""
-    ids = np.random.default_rng(0).integers(0, model.encoder.config.vocab_size, (3, 13))
+    ids = np.random.default_rng(0).integers(0, network.model.encoder.config.vocab_size, (3, 13))
     mask = np.ones_like(ids)
     mask[1, 5:] = 0
     session = onnxruntime.InferenceSession(path, providers=[CPU])
-    (written,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
+    written, written_features = session.run(None, {"input_ids": ids, "attention_mask": mask})
     with torch.inference_mode():
-        expected = model(torch.tensor(ids), torch.tensor(mask)).lengths.numpy()
-        alone = model(torch.tensor(ids[1:2, :5]), torch.tensor(mask[1:2, :5])).lengths.numpy()
-    if not np.allclose(written, expected, rtol=TOLERANCE):
+        expected, features = (output.numpy() for output in network(torch.tensor(ids), torch.tensor(mask)))
+        alone, _ = network(torch.tensor(ids[1:2, :5]), torch.tensor(mask[1:2, :5]))
+    close = np.allclose(written_features, features, rtol=0, atol=TOLERANCE * np.abs(features).max())
+    if not (close and np.allclose(written, expected, rtol=TOLERANCE)):
         raise PredictorError("the exported model differs from the trained model; is its encoder a BERT?")
     if not np.allclose(expected[1:2], alone, rtol=TOLERANCE):
         raise PredictorError("the encoder's output for a prompt depends on the padding; is the encoder a BERT?")

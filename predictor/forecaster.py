@@ -3,20 +3,21 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from predictor.online import Forecast, OnlineLearner, bounded
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
 
 class Predictor(Protocol):
-    """Predicts equally likely output tokens; may raise any exception, may be slow."""
+    """Predicts the length of an answer; may raise any exception, may be slow."""
 
-    async def predict(self, prompt: Prompt) -> Sequence[float]: ...
+    async def predict(self, prompt: Prompt) -> Prediction: ...
 
 
 class Forecaster:
@@ -41,7 +42,8 @@ class Forecaster:
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
-        forecast = self.learner.forecast(prompt, await self._predict(prompt))
+        prediction = await self._predict(prompt)
+        forecast = self.learner.forecast(prompt, prediction.lengths if prediction else None)
         return _bounded(forecast, least, most)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
@@ -53,19 +55,19 @@ class Forecaster:
         """Learn the length of the answer. capped : the answer was cut at its max_tokens.  words : see OnlineLearner"""
         self.learner.observe(forecast, output_tokens, capped, words)
 
-    async def _predict(self, prompt: Prompt) -> Sequence[float] | None:
+    async def _predict(self, prompt: Prompt) -> Prediction | None:
         if self._predictor is None:
             return None
         try:
             async with asyncio.timeout(self._budget_s):
-                lengths = await self._predictor.predict(prompt)
+                prediction = await self._predictor.predict(prompt)
         except TimeoutError:
             self._fell_back("slow", f"no prediction within {self._budget_s:g} s")
         except Exception as error:
             self._fell_back("failed", str(error))
         else:
             self._failing = False
-            return lengths
+            return prediction
         return None
 
     def _fell_back(self, reason: str, why: str) -> None:

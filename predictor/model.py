@@ -93,8 +93,7 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens. ceilings : (batch,) or inf."""
         if self.training and self.config.model_tokens:
             input_ids = self._forget_some_models(input_ids)
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        z = self._ascending(self.head(self._pool(hidden, attention_mask).float()))
+        z = self._z(self.encoded(input_ids, attention_mask))
         lengths = z.exp() * self.config.length_unit
         if labels is None:
             return LengthOutput(lengths=lengths)
@@ -103,6 +102,18 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         if ceilings is not None:
             predicted = torch.minimum(predicted, ceilings.float().unsqueeze(1) / self.config.length_unit)
         return LengthOutput(loss=self._pinball(predicted, actual), lengths=lengths)
+
+    def encoded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(batch, tokens) ids and mask -> (batch, hidden), from which the head predicts."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self._pool(hidden, attention_mask).float()
+
+    def lengths_of(self, encoded: Tensor) -> Tensor:
+        """(batch, hidden) -> (batch, quantiles) lengths, tokens."""
+        return self._z(encoded).exp() * self.config.length_unit
+
+    def _z(self, encoded: Tensor) -> Tensor:
+        return self._ascending(self.head(encoded))
 
     def _pinball(self, predicted: Tensor, actual: Tensor) -> Tensor:
         """Mean loss over answers and levels, on the square root of lengths when there are several levels.

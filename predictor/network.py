@@ -19,6 +19,8 @@ ENCODING_FILE = "predictor.json"
 TOKENIZER_FILE = "tokenizer.json"
 NETWORKS = "networks"  # in ENCODING_FILE of a predictor with several networks: the names of their folders
 
+Matrix = NDArray[np.float32]
+
 GPU, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -41,25 +43,28 @@ class Network:
         """Load the files of one export. Raises what the libraries raise for a damaged file."""
         return cls(_session(folder, threads, bits), _tokenizer(folder), _encoding(folder))
 
-    def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
-        """(prompts, quantiles) output tokens, at least 1, ascending. Raises ValueError for lengths that are no numbers.
+    def read(self, prompts: Sequence[Prompt], batch_size: int = 16) -> tuple[Matrix, Matrix]:
+        """(prompts, quantiles) output tokens, at least 1, ascending; and (prompts, features): an older export has none.
 
-        Prompts of similar length share a batch, so that there is little padding.
+        Prompts of similar length share a batch, so that there is little padding. Raises ValueError for outputs that are
+        no numbers.
         """
         lines = self.encoding.encode(self.tokenizer, prompts)
         by_length = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         parts = [by_length[start : start + batch_size] for start in range(0, len(lines), batch_size)]
-        outputs = [self._run([lines[i] for i in part]) for part in parts]
-        lengths = np.concatenate(outputs) if outputs else np.empty((0, 1), np.float32)
-        return np.maximum(lengths[np.argsort(by_length)], 1.0)
+        if not parts:
+            return np.empty((0, 1), np.float32), np.empty((0, 0), np.float32)
+        lengths, features = zip(*(self._run([lines[i] for i in part]) for part in parts), strict=True)
+        places = np.argsort(by_length)
+        return np.maximum(np.concatenate(lengths)[places], 1.0), np.concatenate(features)[places]
 
-    def _run(self, lines: list[list[int]]) -> NDArray[np.float32]:
+    def _run(self, lines: list[list[int]]) -> tuple[Matrix, Matrix]:
         input_ids, attention_mask = self.encoding.padded(lines)
-        lengths: NDArray[np.float32]
-        (lengths,) = self.session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})
-        if not np.isfinite(lengths).all():
-            raise ValueError("the model gave a length that is not a number")
-        return lengths
+        lengths, *rest = self.session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})
+        features = rest[0] if rest else np.empty((len(lines), 0), np.float32)
+        if not (np.isfinite(lengths).all() and np.isfinite(features).all()):
+            raise ValueError("the model gave a length or a feature that is not a number")
+        return lengths, features
 
 
 def _session(folder: Path, threads: int, bits: Literal[8, 32] | None) -> onnxruntime.InferenceSession:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.errors import BadPredictor
-from predictor.network import ENCODING_FILE, Network, network_folders
+from predictor.network import ENCODING_FILE, Matrix, Network, network_folders
+from predictor.prediction import FEATURE, Prediction
 from predictor.prompt import Prompt
 
 LENGTHS_FILE = "training_lengths.json"
@@ -60,16 +61,31 @@ class LengthPredictor:
 
     def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
         """(prompts, quantiles) output tokens, at least 1, ascending, equally likely; the middle one is the median."""
-        return pooled([network.predict(prompts, batch_size) for network in self.networks])
+        return self.read(prompts, batch_size)[0]
+
+    def predictions(self, prompts: Sequence[Prompt], batch_size: int = 16) -> list[Prediction]:
+        """The lengths as of `predict`, with the features."""
+        lengths, features = self.read(prompts, batch_size)
+        known = features.astype(FEATURE)
+        return [Prediction(row, own.tobytes()) for row, own in zip(lengths.tolist(), known, strict=True)]
+
+    def read(self, prompts: Sequence[Prompt], batch_size: int = 16) -> tuple[Matrix, Matrix]:
+        """The lengths as of `predict`, and (prompts, features): what the encoders know of the prompts.
+
+        Several networks share the number of features of the first: each gives its main ones.
+        """
+        lengths, features = zip(*(network.read(prompts, batch_size) for network in self.networks), strict=True)
+        share = features[0].shape[1] // len(features)
+        return pooled(lengths), np.concatenate([part[:, :share] for part in features], axis=1)
 
 
-def pooled(lengths: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+def pooled(lengths: Sequence[Matrix]) -> Matrix:
     """(prompts, quantiles) of each network -> the same of the mean of their distributions.
 
     The lengths of all networks are equally likely. Sorted, and in groups of one for each network, they are quantiles.
     """
     together = np.sort(np.concatenate(lengths, axis=1), axis=1)
-    groups: NDArray[np.float32] = together.reshape(*lengths[0].shape, len(lengths)).mean(axis=2)
+    groups: Matrix = together.reshape(*lengths[0].shape, len(lengths)).mean(axis=2)
     return groups
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from base64 import b64decode
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,9 @@ from typing import Any, Self
 from msgspec.structs import astuple, replace
 
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.text import head_and_tail
-
-Lengths = tuple[float, ...]
-"""Equally likely output lengths, tokens, ascending; the middle length is the median."""
 
 REPLY_BYTES_MAX = 2**22
 IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # the child imports this same package
@@ -36,12 +35,12 @@ class _Waiting:
     """One prompt that has not been sent yet, and the futures of its callers."""
 
     prompt: Prompt
-    futures: list[asyncio.Future[Lengths]] = field(default_factory=list)
+    futures: list[asyncio.Future[Prediction]] = field(default_factory=list)
 
     def has_callers(self) -> bool:
         return not all(future.done() for future in self.futures)
 
-    def settle(self, answer: Lengths | Exception) -> None:
+    def settle(self, answer: Prediction | Exception) -> None:
         for future in self.futures:
             if future.done():  # the caller gave up
                 continue
@@ -96,12 +95,12 @@ class PredictorProcess:
         self._keeper: asyncio.Task[None] | None = None
         self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
         self._arrived = asyncio.Event()
-        self._cache: OrderedDict[bytes, Lengths] = OrderedDict()
+        self._cache: OrderedDict[bytes, Prediction] = OrderedDict()
         self._in_flight: list[tuple[bytes, _Waiting]] = []
         self._characters_max = sys.maxsize
         self._delay_s = restart_delay_s
         self.training_lengths: list[int] = []  # set by start()
-        self.forecasts: list[Lengths] = []  # for some validation prompts; set by start()
+        self.forecasts: list[tuple[float, ...]] = []  # for some validation prompts; set by start()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -127,8 +126,8 @@ class PredictorProcess:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
 
-    async def predict(self, prompt: Prompt) -> Lengths:
-        """Equally likely output lengths. Raises PredictorDied or PredictionFailed; may be cancelled freely."""
+    async def predict(self, prompt: Prompt) -> Prediction:
+        """The prediction for a prompt. Raises PredictorDied or PredictionFailed; may be cancelled freely."""
         prompt = self._cut(prompt)
         key = hashlib.blake2b(repr(prompt).encode("utf-8", "replace"), digest_size=16).digest()
         if key in self._cache:
@@ -136,7 +135,7 @@ class PredictorProcess:
             return self._cache[key]
         if self._child is None:
             raise PredictorDied(self._down)
-        future: asyncio.Future[Lengths] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(key, _Waiting(prompt))
         waiting.futures.append(future)
         if len(self._waiting) > self.waiting_max:
@@ -207,13 +206,13 @@ class PredictorProcess:
             characters += len(waiting.prompt.text) + len(waiting.prompt.system)
         return batch
 
-    def _settle(self, answers: list[list[float] | str]) -> None:
+    def _settle(self, answers: list[Prediction | str]) -> None:
         for (key, waiting), answer in zip(self._in_flight, answers, strict=True):
             if isinstance(answer, str):
                 waiting.settle(PredictionFailed(answer))
                 continue
-            self._cache[key] = tuple(answer)
-            waiting.settle(self._cache[key])
+            self._cache[key] = answer
+            waiting.settle(answer)
             if len(self._cache) > self.cache_max:
                 self._cache.popitem(last=False)
 
@@ -279,11 +278,14 @@ class _Child:
     def alive(self) -> bool:
         return self.process.returncode is None
 
-    async def ask(self, prompts: list[Prompt], timeout_s: float) -> list[list[float] | str]:
-        """The predicted lengths of each prompt, or an error text. Raises PredictorDied without an answer."""
+    async def ask(self, prompts: list[Prompt], timeout_s: float) -> list[Prediction | str]:
+        """The prediction for each prompt, or an error text. Raises PredictorDied without an answer."""
         line = json.dumps([astuple(prompt) for prompt in prompts]).encode() + b"\n"
-        answers: list[list[float] | str] = (await self._exchange(line, timeout_s))["lengths"]
-        return answers
+        answers = (await self._exchange(line, timeout_s))["predictions"]
+        return [
+            answer if isinstance(answer, str) else Prediction(tuple(answer[0]), b64decode(answer[1]))
+            for answer in answers
+        ]
 
     async def end(self) -> None:
         """Kill the process, which has nothing to save, and wait for its end."""

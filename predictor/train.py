@@ -137,7 +137,8 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
         return None
     trained = LengthModel(model.config)  # a copy without the wrappers of mixed precision
     trained.load_state_dict({name: weight.float().cpu() for name, weight in model.state_dict().items()})
-    export(trained, tokenizer, encoding, length_sample(splits.train), output)
+    prompts = [row.prompt for row in splits.validation]
+    export(trained, tokenizer, encoding, length_sample(splits.train), output, prompts)
     chosen = quantize_if_accurate(output, splits.validation)
     add_forecasts(output, LengthPredictor.load(output), splits.validation)
     shutil.rmtree(checkpoints)

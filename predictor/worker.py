@@ -2,8 +2,8 @@
 
 One JSON value per line. The first line is {"training_lengths": [...], "forecasts": [...], "characters_max": n} or
 {"error": "..."}. Then each line [[text, model, system, history characters, [stop, ...]], ...] on the standard input
-gets one line {"lengths": [[...], ...]}, with an error text in the place of a prompt that failed. The process ends with
-its input.
+gets one line {"predictions": [[[length, ...], features], ...]}, the features in base64, with an error text in the place
+of a prompt that failed. The process ends with its input.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from base64 import b64encode
 from typing import IO, Any
 
 from predictor.prompt import Prompt
@@ -39,7 +40,7 @@ def main() -> None:
     )
     for line in sys.stdin.buffer:
         prompts = [Prompt(*fields) for fields in json.loads(line)]
-        _reply(replies, {"lengths": _predict(predictor, prompts)})
+        _reply(replies, {"predictions": _predict(predictor, prompts)})
 
 
 def _load(folder: str, threads: int) -> Any:
@@ -48,10 +49,13 @@ def _load(folder: str, threads: int) -> Any:
     return LengthPredictor.load(folder, threads)
 
 
-def _predict(predictor: Any, prompts: list[Prompt]) -> list[list[float] | str]:
+def _predict(predictor: Any, prompts: list[Prompt]) -> list[tuple[list[float], str] | str]:
     """Predict all prompts at once; if that fails, one by one, so that only the bad prompts fail."""
     try:
-        return [[round(length, 1) for length in row] for row in predictor.predict(prompts).tolist()]
+        return [
+            ([round(length, 1) for length in lengths], b64encode(features).decode())
+            for lengths, features in predictor.predictions(prompts)
+        ]
     except Exception as error:
         if len(prompts) == 1:
             return [f"{type(error).__name__}: {error}"]

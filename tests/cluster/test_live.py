@@ -27,6 +27,7 @@ from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatc
 from llmserve.settings import LiveConfig, ServerConfig
 from predictor.forecaster import Forecaster
 from predictor.online import OnlineLearner
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 
 
@@ -80,12 +81,12 @@ async def test_a_timeout_release_releases_a_lone_request(start_front: StartFront
 class Table:
     """A predictor with a table of answers; "slow" hangs and "broken" raises."""
 
-    async def predict(self, prompt: Prompt) -> tuple[float]:
+    async def predict(self, prompt: Prompt) -> Prediction:
         if prompt.text == "slow":
             await asyncio.sleep(60)
         if prompt.text == "broken":
             raise RuntimeError("the predictor is broken")
-        return (float(prompt.text),)
+        return Prediction((float(prompt.text),))
 
 
 async def submit(cluster: LiveCluster, prompt: str, **fields: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from predictor.forecaster import Forecaster, ForecasterByModel
 from predictor.online import LEVELS, OnlineLearner
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 
 
@@ -16,11 +17,11 @@ class Predictor:
     def __init__(self, answer: tuple[float, ...] | Exception, after_s: float = 0.0) -> None:
         self.answer, self.after_s = answer, after_s
 
-    async def predict(self, prompt: Prompt) -> tuple[float, ...]:
+    async def predict(self, prompt: Prompt) -> Prediction:
         await asyncio.sleep(self.after_s)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return Prediction(self.answer)
 
 
 def new_forecaster(predictor: Predictor | None, budget_s: float = 5.0) -> Forecaster:

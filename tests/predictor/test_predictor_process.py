@@ -36,14 +36,16 @@ ready = {"training_lengths": [1, 2, 3], "forecasts": [[1.0, 2.0]], "characters_m
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
     prompts = [text for text, *_ in json.loads(line)]
-    answers = ["cannot do that" if text == "fail" else [len(text) + len(prompts) / 100] for text in prompts]
+    answers = [
+        "cannot do that" if text == "fail" else [[len(text) + len(prompts) / 100], "ZmVhdHVyZXM="] for text in prompts
+    ]
     if "slow" in prompts:
         time.sleep(0.5)
     if "hang" in prompts:
         time.sleep(600)
     if "die" in prompts:
         sys.exit(3)
-    print(json.dumps({"lengths": answers}), flush=True)
+    print(json.dumps({"predictions": answers}), flush=True)
 """
 
 
@@ -64,7 +66,8 @@ async def predictor(tmp_path: Path) -> AsyncIterator[PredictorProcess]:
 
 
 async def predicted(predictor: PredictorProcess, text: str) -> float:
-    (length,) = await predictor.predict(Prompt(text))
+    (length,), features = await predictor.predict(Prompt(text))
+    assert features == b"features"
     return length
 
 
@@ -102,7 +105,7 @@ async def test_prompts_that_differ_in_any_input_of_the_predictor_are_not_confuse
 ) -> None:
     running = await busy(predictor)
     prompts = [Prompt("abc"), Prompt("abc", "m"), Prompt("abc", system="s"), Prompt("abc", history_characters=1)]
-    assert await asyncio.gather(*map(predictor.predict, prompts)) == [(3.04,)] * 4
+    assert {prediction.lengths for prediction in await asyncio.gather(*map(predictor.predict, prompts))} == {(3.04,)}
     await running
 
 
@@ -308,11 +311,12 @@ async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(
     async with PredictorProcess(random_predictor) as predictor:
         assert predictor.pid is not None
         os.kill(predictor.pid, signal.SIGINT)
-        lengths = await asyncio.gather(*[predictor.predict(Prompt(f"count to {i}")) for i in range(400)])
+        predictions = await asyncio.gather(*[predictor.predict(Prompt(f"count to {i}")) for i in range(400)])
         assert predictor.training_lengths == [10, 20, 30]
     took_s = time.monotonic() - started_s
     ticking.cancel()
-    assert all(length[0] >= 1 for length in lengths)
+    assert all(prediction.lengths[0] >= 1 for prediction in predictions)
+    assert all(len(prediction.features) == 2 * 20 for prediction in predictions)  # of 20 prompts in its training
     assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time and must not block the loop
 
 

@@ -22,6 +22,7 @@ def export_untrained(
     from predictor.encoding import Encoding
     from predictor.export import export
     from predictor.model import LengthConfig, LengthModel
+    from predictor.prompt import Prompt
     from predictor.tokenizer import CLS, PAD, SEP, train_tokenizer
 
     set_seed(0)
@@ -37,5 +38,12 @@ def export_untrained(
     cls, sep, pad = (tokenizer.get_vocab()[token] for token in (CLS, SEP, PAD))
     model = LengthModel(config)
     change(model)
-    export(model, tokenizer, Encoding(room, cls, sep, pad), [10, 20, 30], folder)
+    export(
+        model,
+        tokenizer,
+        Encoding(room, cls, sep, pad),
+        [10, 20, 30],
+        folder,
+        [Prompt(f"count to {number}") for number in range(20)],
+    )
     return folder
