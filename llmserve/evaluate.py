@@ -25,7 +25,7 @@ import numpy as np
 
 from llmserve.errors import ConfigError
 from llmserve.extras import need
-from llmserve.prompt_rows import forecasts_by, need_readers, with_bar
+from llmserve.prompt_rows import need_readers, predictions_by, with_bar
 from predictor.dataset import Row, Splits, load_rows, split_rows
 from predictor.errors import BadPredictor, PredictorError
 from predictor.online import OnlineLearner
@@ -172,8 +172,8 @@ def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.shuffle is not None:
         rows = [rows[place] for place in np.random.default_rng(args.shuffle).permutation(len(rows))]
     rows = rows[: min(args.limit or ANSWERS_MAX, ANSWERS_MAX)]
-    raw = None if predictor is None else forecasts_by(predictor, [row.prompt for row in rows]).tolist()
-    forecasts = forecast_stream(OnlineLearner(), with_bar(rows, "learning"), raw)
+    predictions = None if predictor is None else predictions_by(predictor, [row.prompt for row in rows])
+    forecasts = forecast_stream(OnlineLearner(), with_bar(rows, "learning"), predictions)
     result = {
         "ranges": scores_by_range(forecasts, rows),
         "answers": len(rows),

@@ -21,6 +21,7 @@ from llmserve.simulation.scenario import Answers
 from predictor.dataset import Row, load_rows
 from predictor.errors import PredictorError
 from predictor.online import Forecast, OnlineLearner, bounded
+from predictor.prediction import Prediction
 
 if TYPE_CHECKING:
     from predictor.predict import LengthPredictor
@@ -87,14 +88,14 @@ class RowLearner:
 def _forecasts(folder: str, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     from predictor.predict import LengthPredictor
 
-    return forecasts_by(LengthPredictor.load(folder), prompts)
+    return np.array([prediction.lengths for prediction in predictions_by(LengthPredictor.load(folder), prompts)])
 
 
-def forecasts_by(predictor: LengthPredictor, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
-    """Return the predicted output tokens, (prompts, quantiles). Shows progress in a terminal."""
+def predictions_by(predictor: LengthPredictor, prompts: Sequence[Prompt]) -> list[Prediction]:
+    """Return the predictions. Shows progress in a terminal."""
     print(f"predicting the answers to {len(prompts):,} prompts", file=sys.stderr)
     parts = [prompts[start : start + FORECASTS_AT_ONCE] for start in range(0, len(prompts), FORECASTS_AT_ONCE)]
-    return np.concatenate([predictor.predict(part).astype(float) for part in with_bar(parts, "predicting")])
+    return [prediction for part in with_bar(parts, "predicting") for prediction in predictor.predictions(part)]
 
 
 def with_bar(items: Sequence[T], label: str) -> Iterable[T]:

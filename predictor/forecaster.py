@@ -43,8 +43,9 @@ class Forecaster:
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
         prediction = await self._predict(prompt)
-        forecast = self.learner.forecast(prompt, prediction.lengths if prediction else None)
-        return _bounded(forecast, least, most)
+        if prediction is None:
+            return _bounded(self.learner.forecast(prompt, None), least, most)
+        return _bounded(self.learner.forecast(prompt, *prediction), least, most)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         """The forecast of the same answer by what was learnt since. least, most : as in `forecast`"""

@@ -98,8 +98,9 @@ class OnlineLearner:
             models_max, lambda: Recalibration(window)
         )
 
-    def forecast(self, prompt: Prompt, raw: Sequence[float] | None) -> Forecast:
+    def forecast(self, prompt: Prompt, raw: Sequence[float] | None, encoded: bytes = b"") -> Forecast:
         """raw : a predictor's equally likely output tokens for this prompt, at least one; None: no prediction.
+        encoded : the features of the prediction (prediction.py).
 
         A prediction with values that are no lengths (not finite, not positive) counts in `raw_invalid` and is ignored.
         """
@@ -107,7 +108,7 @@ class OnlineLearner:
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
         features, chain = self._reading(prompt)
-        return self._forecast(kind, predicted, s, chain, features)
+        return self._forecast(kind, predicted, s, chain, features, encoded)
 
     def _reading(self, prompt: Prompt) -> tuple[Features | None, tuple[bytes, ...]]:
         """The prompt's features and keys. Both stay the same while its sender's answers count, or do not."""
@@ -132,8 +133,8 @@ class OnlineLearner:
         key that tells requests apart.
         """
         trace = forecast._trace
-        features = trace.text.features if trace.text else None
-        later = self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
+        features, encoded = (trace.text.features, trace.text.encoded) if trace.text else (None, b"")
+        later = self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features, encoded)
         verdict = later._trace.verdict._replace(by_key=trace.verdict.by_key)
         return replace(later, _trace=later._trace._replace(verdict=verdict))
 
@@ -144,6 +145,7 @@ class OnlineLearner:
         s: float,
         chain: tuple[bytes, ...],
         features: Features | None,
+        encoded: bytes,
     ) -> Forecast:
         calibrated = text = learnt = None
         tokens: tuple[float, ...] = ()
@@ -151,7 +153,7 @@ class OnlineLearner:
             recalibration = self._recalibrations.get(kind)
             calibrated = recalibration.corrected(predicted, s) if recalibration else ascending(predicted)
         if self._text and features:
-            text = self._text.forecast(kind[0], features, calibrated[MIDDLE] if calibrated else None)
+            text = self._text.forecast(kind[0], features, calibrated[MIDDLE] if calibrated else None, encoded)
             tokens = self._text.lengths(kind[0], text)
             learnt = tuple(map(math.log, tokens)) or None
         verdict = self.memory.judge(chain, calibrated, learnt)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from predictor.dataset import Row
 from predictor.evaluate import absolute_errors
 from predictor.online import Forecast, OnlineLearner, bounded
+from predictor.prediction import Prediction
 from predictor.quantiles import LEVELS, MIDDLE
 from predictor.ranking import kendall_tau
 
@@ -34,7 +35,7 @@ NOTHING = (math.nan,) * LEVELS
 def forecast_stream(
     learner: OnlineLearner,
     rows: Iterable[Row],
-    raw: Sequence[Sequence[float]] | None = None,
+    predictions: Sequence[Prediction] | None = None,
     *,
     in_flight: int = 1,
 ) -> Forecasts:
@@ -42,13 +43,16 @@ def forecast_stream(
 
     in_flight : at least 1; requests that a server answers at once. Answers are learnt in turn, so with 64 the last 63
     rows have not been learnt when a row is forecast.
-    raw : (rows, Q) a trained predictor's equally likely lengths; None: no predictor.
+    predictions : of a trained predictor; None: no predictor.
     A forecast is at most the row's max_tokens, as in a server.
     """
     made = []
     unanswered: deque[tuple[Row, Forecast]] = deque()
     for place, row in enumerate(rows):
-        forecast = learner.forecast(row.prompt, None if raw is None else raw[place])
+        if predictions is None:
+            forecast = learner.forecast(row.prompt, None)
+        else:
+            forecast = learner.forecast(row.prompt, *predictions[place])
         unanswered.append((row, forecast))
         if len(unanswered) >= in_flight:
             answered, earlier = unanswered.popleft()

@@ -3,7 +3,8 @@
     x    the prompt's features (text_features.py)
     z    log(tokens + SOFT): differences among the shortest answers count less than in the logarithm
     b    the level of the model: a mean of its latest z - w x
-    w x + b   the forecast of z; with a trained predictor, its mixture with the predictor's (mixture.py)
+    w x + b   the forecast of z; with a trained predictor, its mixture with the predictor's (mixture.py), after that is
+              corrected by what its encoder knows of the prompt (correction.py)
 
 The weights w are a ridge regression of z - b on x over the latest answers (ridge.py). The spread of the forecasts is
 that of their latest errors, per model (spread.py).
@@ -15,11 +16,14 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from predictor.answer_block import ERROR_MAX, Example
+from predictor.correction import Correction
 from predictor.levels import LEAST, RATE, Level, levels_of, levels_state
 from predictor.memory import OVERRULED_LEARNT, RecentlyUsed
 from predictor.mixture import Mixture
+from predictor.prediction import FEATURE
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX
 from predictor.recalibration import WIDTH_MIN
@@ -41,7 +45,8 @@ _PER_ABSOLUTE = math.sqrt(math.pi / 2)  # standard deviation of a normal distrib
 
 
 class TextForecast(NamedTuple):
-    """words : w x.  predicted : the predictor's z, if any.  base : b.
+    """words : w x.  base : b.
+    predicted : the predictor's z, if any.  encoded : the prompt's features from its encoder.  correction : by them.
     middle : w x + b, or its mixture with `predicted`.  width : of the normal distribution of z around `middle`.
     taught : number of answers that the learner knew.
     """
@@ -49,6 +54,8 @@ class TextForecast(NamedTuple):
     features: Features
     words: float
     predicted: float | None
+    encoded: bytes
+    correction: float
     base: float
     middle: float
     width: float
@@ -70,6 +77,7 @@ class TextLearner:
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
         self._predicted = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))  # of the predictions
         self._mixture = Mixture()
+        self._correction: Correction | None = None  # made for the features of the first answer
         self._spreads = RecentlyUsed[tuple[str, bool], Spread](models_max, Spread)
         self._senders = RecentlyUsed[int, Sender](SENDERS_MAX, Sender)
 
@@ -81,19 +89,23 @@ class TextLearner:
         sender = self._senders.get(features.sender)
         return sender is None or sender.counts
 
-    def forecast(self, model: str, features: Features, predicted: float | None) -> TextForecast:
-        """predicted : the median of a trained predictor for the prompt, the logarithm of tokens."""
-        return self._forecast(model, features, None if predicted is None else _soft(predicted))
+    def forecast(self, model: str, features: Features, predicted: float | None, encoded: bytes = b"") -> TextForecast:
+        """predicted : the median of a trained predictor for the prompt, the logarithm of tokens.
+        encoded : the features of the prediction (prediction.py).
+        """
+        return self._forecast(model, features, None if predicted is None else _soft(predicted), encoded)
 
-    def _forecast(self, model: str, features: Features, prediction: float | None) -> TextForecast:
+    def _forecast(self, model: str, features: Features, prediction: float | None, encoded: bytes) -> TextForecast:
         level = self._levels.get(model)
         base, words = level.value if level else self._start, self._ridge.product(features)
-        middle = base + words
+        middle, correction = base + words, 0.0
         if prediction is not None:
-            usual = self._predicted.get(model)
-            middle = base + self._mixture.mixed(words, prediction - usual.value if usual else 0.0)
+            usual, known = self._predicted.get(model), _numbers(encoded)
+            if self._correction and self._correction.size == known.size:
+                correction = self._correction.of(known)
+            middle = base + self._mixture.mixed(words, (prediction - usual.value if usual else 0.0) + correction)
         width = max(WIDTH_MIN, _PER_ABSOLUTE * self._error)
-        return TextForecast(features, words, prediction, base, middle, width, self._taught)
+        return TextForecast(features, words, prediction, encoded, correction, base, middle, width, self._taught)
 
     def lengths(self, model: str, forecast: TextForecast) -> tuple[float, ...]:
         """LEVELS quantiles of the length in tokens; () before the first answers."""
@@ -137,7 +149,7 @@ class TextLearner:
                 return sender.counts
         if forecast.taught < self._taught or not self._taught:
             # Many answers are in flight: other answers have taught the error of an early forecast already.
-            forecast = self._forecast(model, forecast.features, forecast.predicted)
+            forecast = self._forecast(model, forecast.features, forecast.predicted, forecast.encoded)
         self._taught += 1
         text = forecast.base + forecast.words
         error = _bounded(z - text, ERROR_MAX, capped)
@@ -157,18 +169,29 @@ class TextLearner:
                 shown = forecast.middle + _bounded(z - forecast.middle, ERROR_MAX, capped)
                 usual = self._predicted.used(model)
                 predicted = forecast.predicted - usual.value
-                self._mixture.learn(forecast.words, predicted, shown - forecast.base)
+                self._mixture.learn(forecast.words, predicted + forecast.correction, shown - forecast.base)
+                self._correct(forecast, shown - forecast.base - predicted, capped, sender.weight)
                 usual.follow(predicted, weight)
             self._error += max(0.01, 1 / (self._added + LEAST)) * (abs(error) - self._error)
             spread = self._spreads.used((model, forecast.predicted is not None))
             spread.learn(z - forecast.middle, forecast.width, capped)
         return sender.counts
 
+    def _correct(self, forecast: TextForecast, lacked: float, capped: bool, weight: float) -> None:
+        """Learn what the prediction lacked. A capped answer teaches nothing if its length may be as forecast."""
+        known = _numbers(forecast.encoded)
+        if known.size == 0 or (capped and lacked <= forecast.correction):
+            return
+        if self._correction is None or self._correction.size != known.size:
+            self._correction = Correction(known.size)
+        self._correction.learn(known, lacked, weight)
+
     def saving(self) -> Saving:
         """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""
         numbers = np.array([self._answers, self._foreseen, self._added, self._start, self._error])
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         place_of = {id(entry): place for entries in (senders, levels) for place, (_, entry) in enumerate(entries)}
+        correction = self._correction.state() if self._correction else None
         ridge = yield from self._ridge.saving(place_of)
         spreads = []
         for (model, predicted), spread in self._spreads.entries():
@@ -180,6 +203,7 @@ class TextLearner:
             "levels": levels_state(levels),
             "predicted": levels_state(list(self._predicted.entries())),
             "mixture": self._mixture.state(),
+            "correction": correction,
             "sender_keys": np.array([key for key, _ in senders], dtype=np.uint64),
             "senders": np.array([sender.numbers() for _, sender in senders]).reshape(-1, NUMBERS),
             "spreads": spreads,
@@ -195,6 +219,8 @@ class TextLearner:
         self._levels.fill(levels_of(part(state, "levels")))
         self._predicted.fill(levels_of(part(state, "predicted")))
         self._mixture = Mixture.of(part(state, "mixture"))
+        correction = part(state, "correction")
+        self._correction = None if correction is None else Correction.restored(correction)
         spreads = []
         for saved in part(state, "spreads"):
             spread = Spread()
@@ -205,6 +231,10 @@ class TextLearner:
         own_senders = [*(sender for _, sender in self._senders.entries()), Sender()]
         own_levels = [*(level for _, level in self._levels.entries()), None]
         self._ridge.restore(part(state, "ridge"), own_senders, own_levels)
+
+
+def _numbers(encoded: bytes) -> NDArray[np.float64]:
+    return np.frombuffer(encoded, dtype=FEATURE).astype(float)
 
 
 def _soft(log: float) -> float:

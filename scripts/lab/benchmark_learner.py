@@ -164,9 +164,9 @@ def stream(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str, 
         PROMPT_LENGTH: np.array(characters),
     }
     if predictor is not None:
-        raw = predictor.predict([row.prompt for row in rows]).astype(float)
-        ways[PREDICTOR] = np.exp([at_levels(line) for line in np.log(raw).tolist()])
-        ways[CORRECTED] = forecast_stream(OnlineLearner(), rows, raw.tolist())
+        predictions = predictor.predictions([row.prompt for row in rows])
+        ways[PREDICTOR] = np.exp([at_levels(np.log(prediction.lengths).tolist()) for prediction in predictions])
+        ways[CORRECTED] = forecast_stream(OnlineLearner(), rows, predictions)
     begin = min(GAIN_FROM, len(rows) // 2)
     actual = np.array([row.output_tokens for row in rows[begin:]], float)
     oracle = gain(actual, actual)

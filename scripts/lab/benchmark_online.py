@@ -24,6 +24,7 @@ from predictor.evaluate import evaluate
 from predictor.online import OnlineLearner
 from predictor.options import Split, add_data_options, columns, counter, share
 from predictor.predict import LengthPredictor
+from predictor.prediction import Prediction
 
 WAYS = ("as predicted", "recalibrated", "recalibrated, with memory", "without a predictor")
 
@@ -60,30 +61,31 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if len(rows) < 100:
         raise PredictorError(f"{len(rows)} rows are too few to learn from")
     rows = [rows[i] for i in np.random.default_rng(args.seed).permutation(len(rows))]
-    raw = predictor.predict([row.prompt for row in rows]).tolist()
+    predictions = predictor.predictions([row.prompt for row in rows])
     factors = {"steady": 1.0, f"lengths x {args.drift:g} from the middle on": args.drift}
     return {
         "answers_scored": len(rows) - len(rows) // 2,
         "streams": {
-            name: {way: stream(way, rows, raw, factor, predictor.training_lengths) for way in WAYS}
+            name: {way: stream(way, rows, predictions, factor, predictor.training_lengths) for way in WAYS}
             for name, factor in factors.items()
         },
     }
 
 
 def stream(
-    way: str, rows: Sequence[Row], raw: Sequence[Sequence[float]], factor: float, training_lengths: Sequence[int]
+    way: str, rows: Sequence[Row], predictions: Sequence[Prediction], factor: float, training_lengths: Sequence[int]
 ) -> dict[str, Any]:
     """Metrics of the forecasts of the second half."""
     learner = OnlineLearner() if way.endswith(("memory", "without a predictor")) else OnlineLearner(keys_max=0)
     middle = len(rows) // 2
     forecasts, actual = [], []
-    for place, (row, predicted) in enumerate(zip(rows, raw, strict=True)):
+    for place, (row, predicted) in enumerate(zip(rows, predictions, strict=True)):
         length = row.output_tokens * (factor if place >= middle else 1.0)
         if way == "as predicted":
-            lengths: Sequence[float] = predicted
+            lengths = predicted.lengths
         else:
-            forecast = learner.forecast(row.prompt, None if way == "without a predictor" else predicted)
+            known = (None,) if way == "without a predictor" else predicted
+            forecast = learner.forecast(row.prompt, *known)
             learner.observe(forecast, length, row.capped)
             lengths = forecast.lengths
         if place >= middle:

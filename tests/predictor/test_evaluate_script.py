@@ -21,6 +21,7 @@ from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
 from predictor.options import natural, split_of_models
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.report import held_out_report, transfer_report, validation_report
 
@@ -51,6 +52,9 @@ class Reader:
         stated = np.array([float(prompt.text.split()[0]) for prompt in prompts])
         stated *= np.exp(self.noise * np.random.default_rng(0).normal(size=stated.size))
         return np.outer(stated, self.factors)
+
+    def predictions(self, prompts: Sequence[Prompt]) -> list[Prediction]:
+        return [Prediction(lengths) for lengths in self.predict(prompts).tolist()]
 
 
 SPLITS = split_rows(toy_rows(), seed=0, held_out_share=0.3)
