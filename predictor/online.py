@@ -3,9 +3,10 @@
     predictor's quantiles --recalibration--> calibrated --text learner--> mixed --memory--> forecast --answer--> observe
 
 The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to
-the observed lengths; `text_learner` forecasts from the words of the prompt, and mixes its forecast with the
-predictor's; `memory` takes over where the recent lengths of an application or a template forecast better. The learner
-starts empty, and every part is bounded. Before the first answers of a model that is the first, nothing is known.
+the observed lengths; `text_learner` forecasts from the words of the prompt, corrects the prediction by what its encoder
+knows of the prompt, and mixes both; `memory` takes over where the recent lengths of an application or a template
+forecast better. The learner starts empty, and every part is bounded. Before the first answers of a model that is the
+first, nothing is known.
 
 Pure: no clock, no randomness, no I/O. Not thread-safe.
 """

@@ -3,8 +3,9 @@
     x    the prompt's features (text_features.py)
     z    log(tokens + SOFT): differences among the shortest answers count less than in the logarithm
     b    the level of the model: a mean of its latest z - w x
-    w x + b   the forecast of z; with a trained predictor, its mixture with the predictor's (mixture.py), after that is
-              corrected by what its encoder knows of the prompt (correction.py)
+    w x + b   the forecast of z; with a trained predictor, its mixture with the predictor's (mixture.py)
+
+A prediction is first corrected by what the predictor's encoder knows of the prompt (correction.py).
 
 The weights w are a ridge regression of z - b on x over the latest answers (ridge.py). The spread of the forecasts is
 that of their latest errors, per model (spread.py).
@@ -170,7 +171,7 @@ class TextLearner:
                 usual = self._predicted.used(model)
                 predicted = forecast.predicted - usual.value
                 self._mixture.learn(forecast.words, predicted + forecast.correction, shown - forecast.base)
-                self._correct(forecast, shown - forecast.base - predicted, capped, sender.weight)
+                self._correct(forecast, z - forecast.base - predicted, capped, sender.weight)
                 usual.follow(predicted, weight)
             self._error += max(0.01, 1 / (self._added + LEAST)) * (abs(error) - self._error)
             spread = self._spreads.used((model, forecast.predicted is not None))
@@ -178,13 +179,14 @@ class TextLearner:
         return sender.counts
 
     def _correct(self, forecast: TextForecast, lacked: float, capped: bool, weight: float) -> None:
-        """Learn what the prediction lacked. A capped answer teaches nothing if its length may be as forecast."""
+        """Learn what the prediction lacked. A capped answer teaches nothing if its length may be as predicted."""
         known = _numbers(forecast.encoded)
-        if known.size == 0 or (capped and lacked <= forecast.correction):
+        error = _bounded(lacked - forecast.correction, ERROR_MAX, capped)
+        if known.size == 0 or (capped and error == 0):
             return
         if self._correction is None or self._correction.size != known.size:
             self._correction = Correction(known.size)
-        self._correction.learn(known, lacked, weight)
+        self._correction.learn(known, forecast.correction + error, weight)
 
     def saving(self) -> Saving:
         """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""

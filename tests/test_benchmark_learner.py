@@ -64,7 +64,7 @@ def test_the_figures_are_those_of_the_online_evaluation_over_the_seeds(
     assert (
         part["ways"]["learner"]["share_of_oracles_gain"] > 0.5 > part["ways"]["prompt length"]["share_of_oracles_gain"]
     )
-    cost = result["cost"]
+    cost = result["costs"]["learner"]
     assert 0 < cost["both_us"]["median"] <= cost["both_us"]["p99"] <= cost["both_us"]["max"]
     assert 0 < cost["memory_mib"] < 64
 
@@ -86,6 +86,7 @@ def test_a_predictor_and_a_new_model_are_measured_where_they_are_asked_for(
         ),
     ]
     assert ways["predictor and learner"]["ranges"][-1]["tau"] > ways["predictor alone"]["ranges"][-1]["tau"]
+    assert list(result["costs"]) == ["learner", "predictor and learner"]
     known, unknown = result["new_model"]
     assert (known["prompts_known"], unknown["prompts_known"]) == (True, False)
     assert known["tau"] > 0.3

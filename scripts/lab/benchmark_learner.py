@@ -109,7 +109,7 @@ def named(parser: argparse.ArgumentParser, texts: Sequence[str]) -> dict[str, st
 def read(path: Path) -> dict[str, Any]:
     """Raises ValueError when the file is not an --output of this script."""
     result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"sets", "cost"} <= set(result):
+    if not isinstance(result, dict) or not {"sets", "costs"} <= set(result):
         raise ValueError(f"{path} is not an --output of this script")
     return result
 
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if len(rows) < FIRST:
             raise DatasetError(f"{name}: {len(rows)} rows are too few to learn from")
     predictors = {name: LengthPredictor.load(folder) for name, folder in args.predictors.items()}
-    steps = len(sets) * args.seeds + (args.seeds if args.new_model else 0) + args.seeds + 1
+    steps = len(sets) * args.seeds + (args.seeds if args.new_model else 0) + args.seeds + 1 + bool(predictors)
     with counted(steps) as done:
         measured = []
         for name, rows in sets.items():
@@ -134,9 +134,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             measured.append({"name": name, **facts(rows), **over_seeds(streams)})
         newcomers = [] if args.new_model is None else new_models(sets[args.new_model], args.seeds, done)
         nonsense = nonsense_beside(next(iter(sets.values())), args.seeds, done)
-        cost = cost_of(shuffled(next(iter(sets.values())), 0)[:TIMED_MAX])
+        name, rows = next(iter(sets.items()))
+        costs = {LEARNER: cost_of(shuffled(rows, 0)[:TIMED_MAX], None)}
         done("time and memory")
-    result = {**day_and_machine(), "seeds": args.seeds, "sets": measured, "nonsense": nonsense, "cost": cost}
+        for name, predictor in itertools.islice(predictors.items(), 1):
+            costs[CORRECTED] = cost_of(shuffled(sets[name], 0)[:TIMED_MAX], predictor)
+            done("time and memory with a predictor")
+    result = {**day_and_machine(), "seeds": args.seeds, "sets": measured, "nonsense": nonsense, "costs": costs}
     return rounded(result | ({"new_model": newcomers} if newcomers else {}))  # type: ignore[no-any-return]
 
 
@@ -267,14 +271,19 @@ def sent_by(row: Row, sender: str) -> Row:
     return replace(row, prompt=msgspec.structs.replace(row.prompt, sender=sender))
 
 
-def cost_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Microseconds of the forecast and of the learning of an answer, and the learner's memory after the last answer."""
-    took_ns = np.min([times_ns(rows) for _ in range(PASSES)], axis=0)  # (2, rows)
+def cost_of(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str, Any]:
+    """Microseconds of the forecast and of the learning of an answer, and the learner's memory after the last answer.
+
+    A predictor's own time is not counted: it runs in another process.
+    """
+    predictions = None if predictor is None else predictor.predictions([row.prompt for row in rows])
+    given: list[Any] = [(None,)] * len(rows) if predictions is None else predictions
+    took_ns = np.min([times_ns(rows, given) for _ in range(PASSES)], axis=0)  # (2, rows)
     both = took_ns.sum(axis=0)
     tracemalloc.start()
     learner = OnlineLearner()
-    for row in rows:
-        learner.observe(learner.forecast(row.prompt, None), row.output_tokens, row.capped)
+    for row, prediction in zip(rows, given, strict=True):
+        learner.observe(learner.forecast(row.prompt, *prediction), row.output_tokens, row.capped)
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -287,13 +296,13 @@ def cost_of(rows: Sequence[Row]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def times_ns(rows: Sequence[Row]) -> list[list[int]]:
+def times_ns(rows: Sequence[Row], given: Sequence[Any]) -> list[list[int]]:
     """Nanoseconds of each row's forecast, and of its learning."""
     learner, clock = OnlineLearner(), time.perf_counter_ns
     forecast_ns, learn_ns = [], []
-    for row in rows:
+    for row, prediction in zip(rows, given, strict=True):
         begin = clock()
-        forecast = learner.forecast(row.prompt, None)
+        forecast = learner.forecast(row.prompt, *prediction)
         middle = clock()
         learner.observe(forecast, row.output_tokens, row.capped)
         learn_ns.append(clock() - middle)
@@ -315,12 +324,12 @@ def print_tables(result: Mapping[str, Any]) -> None:
     for part in result["nonsense"]:
         taus = ", ".join(f"{scores['tau']:.2f}" for scores in part["ranges"])
         print(f"Honest keys beside {part['share']:.0%} of nonsense: tau {taus} by range of their answers.\n")
-    cost = result["cost"]
-    rows = [
-        [name, *(f"{value:.0f}" for value in cost[f"{name}_us"].values())] for name in ("forecast", "learn", "both")
-    ]
-    title = f"{cost['memory_mib']:.1f} MiB after {cost['answers']:,} answers"
-    print(markdown(["µs an answer", "median", "p99", "largest"], rows, title=title, right=True))
+    for way, cost in result["costs"].items():
+        rows = [
+            [name, *(f"{value:.0f}" for value in cost[f"{name}_us"].values())] for name in ("forecast", "learn", "both")
+        ]
+        title = f"{way}: {cost['memory_mib']:.1f} MiB after {cost['answers']:,} answers"
+        print(markdown(["µs an answer", "median", "p99", "largest"], rows, title=title, right=True))
 
 
 def table(result: Mapping[str, Any], title: str, key: str, shape: str) -> str:
