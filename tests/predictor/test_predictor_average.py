@@ -72,6 +72,9 @@ def test_the_mean_is_a_predictor_of_all_networks(
     assert "their mean" in capsys.readouterr().err
     assert predictor.training_lengths == sorted(row.output_tokens for row in splits(BETWEEN).train)
     assert np.shape(predictor.forecasts) == (len(splits(BETWEEN).validation), 5)
+    (_, features), (_, of_first) = predictor.read(prompts), LengthPredictor.load(two[0]).read(prompts)
+    assert features.shape == of_first.shape == (2, 20)
+    assert features[:, :10] == pytest.approx(of_first[:, :10], rel=1e-4)
     assert predictor.characters_max == LengthPredictor.load(two[1]).characters_max
 
 

@@ -16,6 +16,7 @@ from predictor.errors import BadPredictor
 from predictor.export import quantize, quantize_if_accurate, widest_products
 from predictor.network import INT8_FILE, MODEL_FILE
 from predictor.predict import LengthPredictor
+from predictor.prediction import FEATURE
 from predictor.prompt import Prompt
 
 TEXTS = ["count", "spell banana " * 50, "", "7", "half a \ud800 pair", "x" * 10_000]
@@ -35,6 +36,23 @@ def test_a_prediction_does_not_depend_on_its_batch(random_predictor: Path) -> No
     assert loaded.predict(prompts, batch_size=2) == pytest.approx(alone, rel=1e-4)
     assert len({round(float(length), 3) for length in alone[:, 2]}) > 3
     assert len(loaded.predict([])) == 0
+
+
+def test_predictions_have_the_features_of_their_prompts(random_predictor: Path) -> None:
+    loaded, prompts = LengthPredictor.load(random_predictor), [Prompt(text) for text in TEXTS]
+    lengths, features = loaded.read(prompts)
+    predictions = loaded.predictions(prompts)
+    assert [prediction.lengths for prediction in predictions] == lengths.tolist()
+    assert features.shape == (6, 20)  # of as many prompts in its training
+    assert [prediction.features for prediction in predictions] == [row.tobytes() for row in features.astype(FEATURE)]
+    assert len({prediction.features for prediction in predictions}) > 3
+    assert loaded.predictions([]) == []
+
+
+def test_an_export_without_features_predicts_without_them() -> None:
+    (prediction,) = LengthPredictor.load(predictor.DEMO).predictions([Prompt("Count from 1 to 3.")])
+    assert prediction.features == b""
+    assert len(prediction.lengths) == 15
 
 
 def test_the_8_bit_model_predicts_nearly_as_the_32_bit_model(folder: Path) -> None:
