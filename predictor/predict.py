@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from predictor.errors import BadPredictor
 from predictor.network import ENCODING_FILE, Matrix, Network, network_folders
-from predictor.prediction import FEATURE, Prediction
+from predictor.prediction import FEATURE, FEATURE_LIMIT, Prediction
 from predictor.prompt import Prompt
 
 LENGTHS_FILE = "training_lengths.json"
@@ -66,7 +66,7 @@ class LengthPredictor:
     def predictions(self, prompts: Sequence[Prompt], batch_size: int = 16) -> list[Prediction]:
         """The lengths as of `predict`, with the features."""
         lengths, features = self.read(prompts, batch_size)
-        known = features.astype(FEATURE)
+        known = np.clip(features, -FEATURE_LIMIT, FEATURE_LIMIT).astype(FEATURE)
         return [Prediction(row, own.tobytes()) for row, own in zip(lengths.tolist(), known, strict=True)]
 
     def read(self, prompts: Sequence[Prompt], batch_size: int = 16) -> tuple[Matrix, Matrix]:

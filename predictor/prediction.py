@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 FEATURE = "<f2"
 """NumPy's name of the type of a feature."""
+FEATURE_LIMIT = 100.0
+"""Features are within plus and minus this, some hundred times what is usual: so much can one prompt teach at most."""
 
 
 class Prediction(NamedTuple):
