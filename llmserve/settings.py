@@ -67,7 +67,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="folder in which what was learnt is kept for the next start, and written every minute and at "
-            "the end: lengths under hashes of prompts, no text of a prompt or an answer (default: none is kept)",
+            "the end: lengths under hashes of prompts, sums of what a predictor knows of them, no text of a prompt or "
+            "an answer (default: none is kept)",
             extra={"metavar": "DIR"},
         ),
     ] = None

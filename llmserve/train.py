@@ -37,6 +37,7 @@ from predictor.options import (
     split_of_models,
     unusable,
 )
+from predictor.trained import check_training
 
 OPTIONS = (
     *("base_model", "from_scratch", "loss", "quantiles", "epochs", "batch_size", "learning_rate", "dropout"),
@@ -57,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
         split.check()
         data = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
         splits = split_rows(data.rows, split.seed, split.validation_share, split.held_out_share)
+        for folder in args.average or ():
+            check_training(folder, split, splits)
         splits = split_of_models(splits, args.model)
         print(describe(data, splits), file=sys.stderr, flush=True)
         result = train_and_evaluate(args, data, splits, split)
@@ -166,7 +169,7 @@ def train_and_evaluate(
     trained: Trained | None
     if args.average:
         options = {"average": [folder.name for folder in args.average]}
-        trained = average(args.average, splits, split, args.output)
+        trained = average(args.average, splits, args.output)
     else:
         changes = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
         chosen = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **changes)

@@ -18,34 +18,39 @@ from predictor.dataset import Row, Splits, length_sample
 from predictor.errors import PredictorError
 from predictor.evaluate import pinball_loss
 from predictor.export import add_forecasts
-from predictor.network import ENCODING_FILE, NETWORKS, network_folders
-from predictor.options import Split
+from predictor.network import ENCODING_FILE, FILES, NETWORKS, network_folders
 from predictor.predict import LENGTHS_FILE, LengthPredictor, pooled
 from predictor.train import Trained
-from predictor.trained import other_training, trained_metrics
+from predictor.trained import trained_metrics
 
 
-def average(folders: Sequence[Path], splits: Splits, split: Split, output: Path) -> Trained:
-    """Write the mean of the predictors in `folders` to `output`.
+def average(folders: Sequence[Path], splits: Splits, output: Path) -> Trained:
+    """Write the mean of the predictors in `folders` to `output`. No predictor may have learnt rows of splits.validation
+    (`trained.check_training`).
 
     Raises PredictorError, and writes nothing, when the mean has no lower pinball loss on the validation rows than the
-    best predictor; when a predictor was trained with other rows, so that it may have learnt some of the validation
-    rows; when the predictors differ in their number of quantiles; and when `output` has a predictor already.
+    best predictor, when the predictors differ in their number of quantiles, and when `output` has a predictor already.
     """
     if (output / ENCODING_FILE).exists():
         raise PredictorError(f"{output} has a predictor already: give another folder")
-    for folder in folders:
-        if reason := other_training(folder, split, splits):
-            raise PredictorError(f"{folder} was trained with {reason}: it may have learnt rows that judge the mean")
     losses = _losses(folders, splits.validation)
     networks = dict(enumerate(chain.from_iterable(map(network_folders, folders))))
     for number, network in networks.items():
-        shutil.copytree(network, output / str(number))
+        _copy(network, output / str(number))
     (output / LENGTHS_FILE).write_text(json.dumps(length_sample(splits.train)) + "\n")
     (output / ENCODING_FILE).write_text(json.dumps({NETWORKS: [str(number) for number in networks]}) + "\n")
     add_forecasts(output, LengthPredictor.load(output), splits.validation)
     parameters = sum(trained_metrics(folder).get("parameters", 0) for folder in folders)
     return Trained(LengthPredictor.load(output), parameters, losses)
+
+
+def _copy(network: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (network / name).is_file():
+            shutil.copyfile(network / name, folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)  # of an average that was interrupted
 
 
 def _losses(folders: Sequence[Path], rows: Sequence[Row]) -> dict[str, float]:

@@ -8,8 +8,8 @@ A predictor that meets other traffic than its training's ranks it poorly, but it
 the learner trains one more linear layer on the encoder, for this traffic. A ridge this large suits features of which
 each tells a little.
 
-The regression keeps sums of products, and never one prompt's features. It adds BLOCK answers at a time, and takes STEPS
-steps of conjugate gradients (Hestenes and Stiefel 1952) from the last weights, which are near the best ones already.
+The regression is sums of products of features. It adds BLOCK answers at a time, and takes STEPS steps of conjugate
+gradients (Hestenes and Stiefel 1952) from the last weights, which are near the best ones already.
 
 Pure: no clock, no I/O, no randomness. Not thread-safe.
 """
@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.state import State, array
+from predictor.state import State, array, part
 
 Vector = NDArray[np.float64]
 
@@ -31,10 +31,13 @@ STEPS = 8
 
 
 class Correction:
-    """See the module's docstring.  size : number of features, at least 1"""
+    """See the module's docstring.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    encoder : names the predictor whose features these are.  size : number of features, at least 1.
+    """
+
+    def __init__(self, encoder: bytes, size: int) -> None:
+        self.encoder, self.size = encoder, size
         self.weights = np.zeros(size)  # c
         self._products = np.zeros((size, size))  # sum of h h
         self._targets = np.zeros(size)  # sum of r h
@@ -77,13 +80,13 @@ class Correction:
     def state(self) -> State:
         """All but the last few answers, which are in no block yet."""
         sums = {"weights": self.weights, "products": self._products, "targets": self._targets}
-        return {name: numbers.astype(np.float32) for name, numbers in sums.items()}
+        return {"encoder": self.encoder.hex(), **{name: numbers.astype(np.float32) for name, numbers in sums.items()}}
 
     @classmethod
     def restored(cls, state: State) -> Self:
         """Raises ValueError for another kind of state."""
         size = len(array(state, "weights", (None,)))
-        correction = cls(size)
+        correction = cls(bytes.fromhex(part(state, "encoder")), size)
         shapes = {"weights": (size,), "products": (size, size), "targets": (size,)}
         sums = {name: array(state, name, shape).astype(float) for name, shape in shapes.items()}
         if not all(np.isfinite(numbers).all() for numbers in sums.values()):

@@ -17,6 +17,8 @@ MODEL_FILE = "model.onnx"
 INT8_FILE = "model.int8.onnx"
 ENCODING_FILE = "predictor.json"
 TOKENIZER_FILE = "tokenizer.json"
+FILES = ENCODING_FILE, TOKENIZER_FILE, MODEL_FILE, INT8_FILE
+"""Of a network; the last may be missing."""
 NETWORKS = "networks"  # in ENCODING_FILE of a predictor with several networks: the names of their folders
 
 Matrix = NDArray[np.float32]

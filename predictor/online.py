@@ -176,7 +176,7 @@ class OnlineLearner:
         capped : the answer was cut at its request's max_tokens; its full length is at least output_tokens. An answer
         without a token (cancelled or failed) is ignored.
         words : whether the answer teaches the words of its prompt, which takes most of the time. A fair sample of the
-        answers may do so; all of them judge their sender, and teach templates and the predictor's correction.
+        answers may do so; all of them judge their sender, and teach templates and the predictor's recalibration.
         """
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from predictor.errors import BadPredictor
 from predictor.network import ENCODING_FILE, Matrix, Network, network_folders
-from predictor.prediction import FEATURE, FEATURE_LIMIT, Prediction
+from predictor.prediction import FEATURE, FEATURE_LIMIT, MARK_BYTES, Prediction
 from predictor.prompt import Prompt
 
 LENGTHS_FILE = "training_lengths.json"
@@ -34,6 +35,8 @@ class LengthPredictor:
         self.networks = list(networks)
         self.training_lengths = list(training_lengths)
         self.forecasts = [list(lengths) for lengths in forecasts]
+        content = repr((self.training_lengths, self.forecasts))  # another training has others
+        self._mark = blake2b(content.encode(), digest_size=MARK_BYTES).digest()
 
     @classmethod
     def load(cls, folder: str | Path, threads: int = 1, *, bits: Literal[8, 32] | None = None) -> Self:
@@ -66,16 +69,19 @@ class LengthPredictor:
     def predictions(self, prompts: Sequence[Prompt], batch_size: int = 16) -> list[Prediction]:
         """The lengths as of `predict`, with the features."""
         lengths, features = self.read(prompts, batch_size)
+        if not features.shape[1]:
+            return [Prediction(row) for row in lengths.tolist()]
         known = np.clip(features, -FEATURE_LIMIT, FEATURE_LIMIT).astype(FEATURE)
-        return [Prediction(row, own.tobytes()) for row, own in zip(lengths.tolist(), known, strict=True)]
+        return [Prediction(row, self._mark + own.tobytes()) for row, own in zip(lengths.tolist(), known, strict=True)]
 
     def read(self, prompts: Sequence[Prompt], batch_size: int = 16) -> tuple[Matrix, Matrix]:
         """The lengths as of `predict`, and (prompts, features): what the encoders know of the prompts.
 
-        Several networks share the number of features of the first: each gives its main ones.
+        Several networks give their main ones, together as many as the one with the most.
         """
         lengths, features = zip(*(network.read(prompts, batch_size) for network in self.networks), strict=True)
-        share = features[0].shape[1] // len(features)
+        counts = [part.shape[1] for part in features]
+        share = max(counts) // max(1, np.count_nonzero(counts))
         return pooled(lengths), np.concatenate([part[:, :share] for part in features], axis=1)
 
 

@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 FEATURE = "<f2"
 """NumPy's name of the type of a feature."""
+MARK_BYTES = 8
 FEATURE_LIMIT = 100.0
 """Features are within plus and minus this, some hundred times what is usual: so much can one prompt teach at most."""
 
 
 class Prediction(NamedTuple):
     """lengths : equally likely output tokens, ascending, at least one; the middle one is the median.
-    features : what the encoder knows of the prompt, numbers of the type FEATURE; b"" from an export without features.
+    features : MARK_BYTES that name the predictor, then what its encoder knows of the prompt, as numbers of the type
+    FEATURE; b"" from an export without features.
     """
 
     lengths: Sequence[float]

@@ -161,8 +161,10 @@ class PredictorProcess:
         child = _Child(self.folder, self.threads)
         ready = await child.start(self.start_timeout_s)
         child.exit.add_done_callback(lambda _: self._arrived.set())  # wakes the keeper when an idle child dies
-        self.training_lengths = ready["training_lengths"]
-        self.forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
+        forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
+        if (ready["training_lengths"], forecasts) != (self.training_lengths, self.forecasts):
+            self._cache.clear()  # the folder has another predictor now
+        self.training_lengths, self.forecasts = ready["training_lengths"], forecasts
         self._characters_max = ready["characters_max"]
         self._child = child
         return child

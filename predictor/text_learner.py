@@ -24,7 +24,7 @@ from predictor.correction import Correction
 from predictor.levels import LEAST, RATE, Level, levels_of, levels_state
 from predictor.memory import OVERRULED_LEARNT, RecentlyUsed
 from predictor.mixture import Mixture
-from predictor.prediction import FEATURE
+from predictor.prediction import FEATURE, MARK_BYTES
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX
 from predictor.recalibration import WIDTH_MIN
@@ -102,7 +102,7 @@ class TextLearner:
         middle, correction = base + words, 0.0
         if prediction is not None:
             usual, known = self._predicted.get(model), _numbers(encoded)
-            if self._correction and self._correction.size == known.size:
+            if self._correction and _fits(self._correction, encoded, known):
                 correction = self._correction.of(known)
             middle = base + self._mixture.mixed(words, (prediction - usual.value if usual else 0.0) + correction)
         width = max(WIDTH_MIN, _PER_ABSOLUTE * self._error)
@@ -184,12 +184,14 @@ class TextLearner:
         error = _bounded(lacked - forecast.correction, ERROR_MAX, capped)
         if known.size == 0 or (capped and error == 0):
             return
-        if self._correction is None or self._correction.size != known.size:
-            self._correction = Correction(known.size)
+        if self._correction is None or not _fits(self._correction, forecast.encoded, known):
+            self._correction = Correction(forecast.encoded[:MARK_BYTES], known.size)
         self._correction.learn(known, forecast.correction + error, weight)
 
     def saving(self) -> Saving:
-        """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""
+        """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights, and
+        sums of products of features.
+        """
         numbers = np.array([self._answers, self._foreseen, self._added, self._start, self._error])
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         place_of = {id(entry): place for entries in (senders, levels) for place, (_, entry) in enumerate(entries)}
@@ -221,7 +223,7 @@ class TextLearner:
         self._levels.fill(levels_of(part(state, "levels")))
         self._predicted.fill(levels_of(part(state, "predicted")))
         self._mixture = Mixture.of(part(state, "mixture"))
-        correction = part(state, "correction")
+        correction = state.get("correction")  # a state of before has none
         self._correction = None if correction is None else Correction.restored(correction)
         spreads = []
         for saved in part(state, "spreads"):
@@ -236,7 +238,12 @@ class TextLearner:
 
 
 def _numbers(encoded: bytes) -> NDArray[np.float64]:
-    return np.frombuffer(encoded, dtype=FEATURE).astype(float)
+    return np.frombuffer(encoded[MARK_BYTES:], dtype=FEATURE).astype(float)
+
+
+def _fits(correction: Correction, encoded: bytes, known: NDArray[np.float64]) -> bool:
+    """Whether these are features of the predictor that the correction is of."""
+    return correction.encoder == encoded[:MARK_BYTES] and correction.size == known.size
 
 
 def _soft(log: float) -> float:

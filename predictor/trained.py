@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from predictor.dataset import Splits
-from predictor.errors import BadPredictor
+from predictor.errors import BadPredictor, PredictorError
 from predictor.options import METRICS_FILE, Split, natural
 
 
@@ -50,6 +50,14 @@ def other_training(folder: Path, split: Split, splits: Splits) -> str | None:
     if isinstance(rows, dict) and any(rows.get(name, size) != size for name, size in sizes.items()):
         return "other data"
     return None if trained_split(folder) == split else "another split, or an unknown split"
+
+
+def check_training(folder: Path, split: Split, splits: Splits) -> None:
+    """Raises PredictorError when the predictor may have been trained on rows of the validation or the held-out part."""
+    if not folder.is_dir():
+        raise BadPredictor(f"{folder} is not a predictor's folder")
+    if reason := other_training(folder, split, splits):
+        raise PredictorError(f"{folder} was trained with {reason}: it may have learnt rows that judge the mean")
 
 
 def part_sizes(splits: Splits, models: Sequence[str] | None) -> dict[str, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from untrained_predictor import export_untrained
 
@@ -17,6 +18,7 @@ from predictor.export import quantize
 from predictor.options import Split
 from predictor.predict import LengthPredictor, pooled
 from predictor.prompt import Prompt
+from predictor.trained import check_training
 
 SPLIT = Split(held_out_share=0.2, validation_share=0.2)
 SHORT, BETWEEN, LONG = 30, 45, 60  # tokens
@@ -62,7 +64,7 @@ def test_the_mean_is_a_predictor_of_all_networks(
     two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantize(two[0])
-    result = average(two, splits(BETWEEN), SPLIT, tmp_path / "mean")
+    result = average(two, splits(BETWEEN), tmp_path / "mean")
     predictor, prompts = LengthPredictor.load(tmp_path / "mean"), [Prompt("count to 7"), Prompt("spell banana")]
     alone = [LengthPredictor.load(folder).predict(prompts) for folder in two]
     assert predictor.predict(prompts) == pytest.approx(pooled(alone), rel=1e-5)
@@ -79,11 +81,11 @@ def test_the_mean_is_a_predictor_of_all_networks(
 
 
 def test_a_mean_is_a_predictor_that_can_be_averaged(two: list[Path], tmp_path: Path) -> None:
-    average(two, splits(BETWEEN), SPLIT, tmp_path / "mean")
+    average(two, splits(BETWEEN), tmp_path / "mean")
     metrics = json.loads((two[0] / "metrics.json").read_text())
     (tmp_path / "mean" / "metrics.json").write_text(json.dumps({**metrics, "parameters": 2000}))
     third = trained(tmp_path / "third", unit=80)
-    result = average([tmp_path / "mean", third], splits(LONG), SPLIT, tmp_path / "all")
+    result = average([tmp_path / "mean", third], splits(LONG), tmp_path / "all")
     prompts = [Prompt("count to 7")]
     alone = [LengthPredictor.load(folder).predict(prompts) for folder in (*two, third)]
     assert result.predictor.predict(prompts) == pytest.approx(pooled(alone), rel=1e-5)
@@ -92,26 +94,55 @@ def test_a_mean_is_a_predictor_that_can_be_averaged(two: list[Path], tmp_path: P
 
 def test_a_mean_that_is_no_better_is_not_written(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(PredictorError, match=f"the mean is no better than {two[0]}: serve that predictor"):
-        average(two, splits(10), SPLIT, tmp_path / "mean")
+        average(two, splits(10), tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 
 
 def test_a_predictor_that_may_have_learnt_the_judges_is_refused(two: list[Path], tmp_path: Path) -> None:
+    check_training(two[0], SPLIT, splits(BETWEEN))
     with pytest.raises(PredictorError, match=f"{two[0]} was trained with another split"):
-        average(two, splits(BETWEEN), dataclasses.replace(SPLIT, seed=1), tmp_path / "mean")
+        check_training(two[0], dataclasses.replace(SPLIT, seed=1), splits(BETWEEN))
+    fewer = dataclasses.replace(splits(BETWEEN), held_out=splits(BETWEEN).held_out[1:])
+    with pytest.raises(PredictorError, match=f"{two[0]} was trained with other data"):
+        check_training(two[0], SPLIT, fewer)
     (two[1] / "metrics.json").unlink()
     with pytest.raises(PredictorError, match=f"{two[1]} was trained with another split, or an unknown split"):
-        average(two, splits(BETWEEN), SPLIT, tmp_path / "mean")
+        check_training(two[1], SPLIT, splits(BETWEEN))
+    with pytest.raises(PredictorError, match="absent is not a predictor's folder"):
+        check_training(tmp_path / "absent", SPLIT, splits(BETWEEN))
+
+
+def test_an_interrupted_average_is_made_again(two: list[Path], tmp_path: Path) -> None:
+    left = tmp_path / "mean" / "0"
+    left.mkdir(parents=True)
+    (left / "model.int8.onnx").write_bytes(b"of another network")
+    average(two, splits(BETWEEN), tmp_path / "mean")
+    assert not (left / "model.int8.onnx").exists()
+    assert {path.name for path in left.iterdir()} == {"model.onnx", "predictor.json", "tokenizer.json"}
+
+
+def test_an_average_may_lie_in_the_folder_of_a_predictor(two: list[Path]) -> None:
+    average(two, splits(BETWEEN), two[0] / "mean")
+    assert LengthPredictor.load(two[0] / "mean").predict([Prompt("count to 7")]).shape == (1, 5)
+
+
+def test_networks_with_features_share_their_number(two: list[Path], tmp_path: Path) -> None:
+    model = onnx.load(two[0] / "model.onnx")
+    del model.graph.output[1]  # an export of before has no features
+    onnx.save(model, two[0] / "model.onnx")
+    average(two, splits(BETWEEN), tmp_path / "mean")
+    (_, features) = LengthPredictor.load(tmp_path / "mean").read([Prompt("count to 7")])
+    assert features.shape == (1, 20)
 
 
 def test_predictors_of_other_quantiles_are_refused(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(PredictorError, match="differ in their number of quantiles"):
-        average([two[0], trained(tmp_path / "seven", quantiles=7)], splits(BETWEEN), SPLIT, tmp_path / "mean")
+        average([two[0], trained(tmp_path / "seven", quantiles=7)], splits(BETWEEN), tmp_path / "mean")
 
 
 def test_a_predictor_is_not_overwritten(two: list[Path]) -> None:
     with pytest.raises(PredictorError, match=f"{two[1]} has a predictor already"):
-        average(two, splits(BETWEEN), SPLIT, two[1])
+        average(two, splits(BETWEEN), two[1])
 
 
 def test_the_command_averages_and_evaluates(
@@ -119,10 +150,13 @@ def test_the_command_averages_and_evaluates(
 ) -> None:
     data, output = tmp_path / "lengths.jsonl", tmp_path / "mean"
     rows = [row for part in dataclasses.fields(Splits) for row in getattr(splits(BETWEEN), part.name)]
-    lines = [json.dumps({"prompt": row.prompt.text, "output_tokens": row.output_tokens}) for row in rows]
+    lines = [
+        json.dumps({"prompt": row.prompt.text, "output_tokens": row.output_tokens, "model": "mn"[number % 9 == 0]})
+        for number, row in enumerate(rows)
+    ]
     data.write_text("\n".join(lines))
     words = ["train", "--data", str(data), "--held-out-share", "0.2", "--validation-share", "0.2"]
-    words += ["--average", str(two[0]), "--average", str(two[1])]
+    words += ["--average", str(two[0]), "--average", str(two[1]), "--model", "m"]
     assert llmserve([*words, "--output", str(output)]) == 0, capsys.readouterr().err
     assert "| predictor |" in capsys.readouterr().out
     metrics = json.loads((output / "metrics.json").read_text())

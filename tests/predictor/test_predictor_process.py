@@ -32,12 +32,14 @@ open(folder + "/starts", "a").write("x")
 if os.path.exists(folder + "/broken"):
     print(json.dumps({"error": folder + " is broken"}), flush=True)
     sys.exit()
-ready = {"training_lengths": [1, 2, 3], "forecasts": [[1.0, 2.0]], "characters_max": 1000}
+other = os.path.exists(folder + "/other")
+ready = {"training_lengths": [1, 2, 3 + other], "forecasts": [[1.0, 2.0]], "characters_max": 1000}
 print(json.dumps(ready), flush=True)
+features = "b3RoZXI=" if other else "ZmVhdHVyZXM="
 for line in sys.stdin:
     prompts = [text for text, *_ in json.loads(line)]
     answers = [
-        "cannot do that" if text == "fail" else [[len(text) + len(prompts) / 100], "ZmVhdHVyZXM="] for text in prompts
+        "cannot do that" if text == "fail" else [[len(text) + len(prompts) / 100], features] for text in prompts
     ]
     if "slow" in prompts:
         time.sleep(0.5)
@@ -172,6 +174,23 @@ async def test_the_least_recently_used_prompt_is_forgotten_first(predictor: Pred
     assert await gather(predictor, *"acd") == [1.01] * 3
     with pytest.raises(PredictorDied, match="closed"):
         await predicted(predictor, "b")
+
+
+async def test_predictions_of_a_predictor_that_was_replaced_are_forgotten(
+    predictor: PredictorProcess, tmp_path: Path
+) -> None:
+    await predicted(predictor, "abc")
+    for expected, files in ((b"features", []), (b"other", [tmp_path / "other"])):
+        for file in files:
+            file.touch()
+        before = predictor.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while predictor.pid in (None, before):  # noqa: ASYNC110 (no event to wait for)
+                await asyncio.sleep(0.02)
+        assert (await predictor.predict(Prompt("abc"))).features == expected
+    assert predictor.training_lengths == [1, 2, 4]
 
 
 async def test_a_very_long_prompt_is_cut_before_it_is_sent(predictor: PredictorProcess) -> None:
@@ -316,7 +335,7 @@ async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(
     took_s = time.monotonic() - started_s
     ticking.cancel()
     assert all(prediction.lengths[0] >= 1 for prediction in predictions)
-    assert all(len(prediction.features) == 2 * 20 for prediction in predictions)  # of 20 prompts in its training
+    assert all(len(prediction.features) == 8 + 2 * 20 for prediction in predictions)  # of 20 prompts in its training
     assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time and must not block the loop
 
 
