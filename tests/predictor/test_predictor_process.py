@@ -5,13 +5,14 @@ prompt, and the fraction of the answer is the number of prompts in the batch.
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -315,7 +316,17 @@ async def test_a_bad_folder_is_a_clear_error(tmp_path: Path) -> None:
         await PredictorProcess(tmp_path).start()
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """As in the server: a collection that scans all that the tests have imported would stall the event loop."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.real_worker
+@pytest.mark.usefixtures("frozen")
 async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(random_predictor: Path) -> None:
     gaps_s = [0.0]
 
