@@ -253,9 +253,8 @@ def chosen_split(args: argparse.Namespace) -> Split:
 
 def split_warnings(folders: Sequence[Path], split: Split, splits: Splits) -> list[str]:
     """Return warnings that a predictor may have been trained on some of the answers."""
-    reasons = {folder.name: other_training(folder, split, splits) for folder in folders}
     return [
-        f"**{name} was trained with {reason}: it may have seen some of these answers.**"
-        for name, reason in reasons.items()
-        if reason is not None
+        f"**{folder.name} was trained with {reason}: it may have seen some of these answers.**"
+        for folder in folders
+        if (reason := other_training(folder, split, splits))
     ]

@@ -281,6 +281,16 @@ def test_the_split_is_that_of_the_predictors_training(
         assert (tmp_path / "out" / "deep" / f"{name}.png").stat().st_size > 10_000
 
 
+def test_two_predictors_of_one_name_are_both_warned_of(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    folders = [folder(tmp_path / "one", TRAINED), folder(tmp_path / "other" / "one", {})]
+    options = ["--data", data, "--prompt-column", "question", "--seed", 5, "--compare"]
+    assert run(script, monkeypatch, folders[0], *options, folders[1]) == 0
+    assert capsys.readouterr().out.count("**one was trained with another split, or an unknown split") == 2
+
+
 @pytest.mark.usefixtures("script")
 def test_the_command_evaluates_as_the_script_does_and_records_its_arguments(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
