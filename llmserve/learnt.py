@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from llmserve.by_model import by_model
@@ -111,14 +110,6 @@ def _nothing_learnt(
     return LearntParts(
         config,
         {model: OnlineLearner(keys_max=keys_max, learns_text=keys_max > 0, secret=secret) for model in models},
-        {model: _mark(predictors.get(model)) for model in models},
+        {model: predictors[model].mark.hex() if model in predictors else "" for model in models},
         engines,
     )
-
-
-def _mark(predictor: PredictorProcess | None) -> str:
-    """A hash of the lengths and forecasts that come with the predictor; "" without a predictor."""
-    if predictor is None:
-        return ""
-    content = repr((predictor.training_lengths, predictor.forecasts))
-    return blake2b(content.encode(), digest_size=16).hexdigest()

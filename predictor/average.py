@@ -17,7 +17,7 @@ import numpy as np
 from predictor.dataset import Row, Splits, length_sample
 from predictor.errors import PredictorError
 from predictor.evaluate import pinball_loss
-from predictor.export import add_forecasts
+from predictor.export import with_forecasts
 from predictor.network import ENCODING_FILE, FILES, NETWORKS, network_folders
 from predictor.predict import LENGTHS_FILE, LengthPredictor, pooled
 from predictor.train import Trained
@@ -39,9 +39,8 @@ def average(folders: Sequence[Path], splits: Splits, output: Path) -> Trained:
         _copy(network, output / str(number))
     (output / LENGTHS_FILE).write_text(json.dumps(length_sample(splits.train)) + "\n")
     (output / ENCODING_FILE).write_text(json.dumps({NETWORKS: [str(number) for number in networks]}) + "\n")
-    add_forecasts(output, LengthPredictor.load(output), splits.validation)
     parameters = sum(trained_metrics(folder).get("parameters", 0) for folder in folders)
-    return Trained(LengthPredictor.load(output), parameters, losses)
+    return Trained(with_forecasts(output, splits.validation), parameters, losses)
 
 
 def _copy(network: Path, folder: Path) -> None:

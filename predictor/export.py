@@ -25,7 +25,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from numpy.typing import NDArray
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -35,11 +34,9 @@ from predictor.encoding import Encoding
 from predictor.errors import PredictorError
 from predictor.evaluate import pinball_loss
 from predictor.model import LengthModel
-from predictor.network import CPU, ENCODING_FILE, INT8_FILE, MODEL_FILE, TOKENIZER_FILE, Network
+from predictor.network import CPU, ENCODING_FILE, INT8_FILE, MODEL_FILE, TOKENIZER_FILE, Matrix, Network
 from predictor.predict import FORECASTS_FILE, LENGTHS_FILE, LengthPredictor
 from predictor.prompt import Prompt
-
-Matrix = NDArray[np.float32]
 
 OPSET = 17
 FEATURES_MAX = 256
@@ -177,13 +174,17 @@ def widest_products(folder: Path, network: Network, prompts: Sequence[Prompt]) -
     return sorted(inputs, key=lambda product: -width[inputs[product]])
 
 
-def add_forecasts(folder: Path, predictor: LengthPredictor, rows: Sequence[Row]) -> None:
-    """Write the predictor's forecasts for a sample of rows outside its training, bounded as in serving."""
+def with_forecasts(folder: Path, rows: Sequence[Row]) -> LengthPredictor:
+    """The predictor of a folder, to which its forecasts for a sample of rows outside its training are added.
+
+    They are bounded as in serving.
+    """
     chosen = np.random.default_rng(0).permutation(len(rows))[:FORECASTS_MAX]
     sample = [rows[i] for i in sorted(chosen)]
     ceilings = np.array([np.inf if row.output_tokens_max is None else row.output_tokens_max for row in sample])
-    lengths = np.minimum(predictor.predict([row.prompt for row in sample]), ceilings[:, None])
+    lengths = np.minimum(LengthPredictor.load(folder).predict([row.prompt for row in sample]), ceilings[:, None])
     (folder / FORECASTS_FILE).write_text(json.dumps([[round(float(x), 1) for x in row] for row in lengths]) + "\n")
+    return LengthPredictor.load(folder)
 
 
 def check_export(model: LengthModel) -> None:

@@ -42,10 +42,8 @@ class Forecaster:
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
-        prediction = await self._predict(prompt)
-        if prediction is None:
-            return _bounded(self.learner.forecast(prompt, None), least, most)
-        return _bounded(self.learner.forecast(prompt, *prediction), least, most)
+        forecast = self.learner.forecast(prompt, await self._predict(prompt))
+        return _bounded(forecast, least, most)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         """The forecast of the same answer by what was learnt since. least, most : as in `forecast`"""

@@ -93,12 +93,11 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens. ceilings : (batch,) or inf."""
         if self.training and self.config.model_tokens:
             input_ids = self._forget_some_models(input_ids)
-        z = self._z(self.encoded(input_ids, attention_mask))
-        lengths = z.exp() * self.config.length_unit
+        predicted = self._relative(self.encoded(input_ids, attention_mask))
+        lengths = predicted * self.config.length_unit
         if labels is None:
             return LengthOutput(lengths=lengths)
         actual = (labels.float() / self.config.length_unit).unsqueeze(1)
-        predicted = z.exp()
         if ceilings is not None:
             predicted = torch.minimum(predicted, ceilings.float().unsqueeze(1) / self.config.length_unit)
         return LengthOutput(loss=self._pinball(predicted, actual), lengths=lengths)
@@ -110,10 +109,10 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
 
     def lengths_of(self, encoded: Tensor) -> Tensor:
         """(batch, hidden) -> (batch, quantiles) lengths, tokens."""
-        return self._z(encoded).exp() * self.config.length_unit
+        return self._relative(encoded) * self.config.length_unit
 
-    def _z(self, encoded: Tensor) -> Tensor:
-        return self._ascending(self.head(encoded))
+    def _relative(self, encoded: Tensor) -> Tensor:
+        return self._ascending(self.head(encoded)).exp()
 
     def _pinball(self, predicted: Tensor, actual: Tensor) -> Tensor:
         """Mean loss over answers and levels, on the square root of lengths when there are several levels.

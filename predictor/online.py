@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS, MIDDLE, ascending, at_levels, log_length
 from predictor.recalibration import Recalibration, width
@@ -99,12 +100,12 @@ class OnlineLearner:
             models_max, lambda: Recalibration(window)
         )
 
-    def forecast(self, prompt: Prompt, raw: Sequence[float] | None, encoded: bytes = b"") -> Forecast:
-        """raw : a predictor's equally likely output tokens for this prompt, at least one; None: no prediction.
-        encoded : the features of the prediction (prediction.py).
+    def forecast(self, prompt: Prompt, prediction: Prediction | None) -> Forecast:
+        """prediction : of a predictor for this prompt; None: no prediction.
 
         A prediction with values that are no lengths (not finite, not positive) counts in `raw_invalid` and is ignored.
         """
+        raw, encoded = prediction or (None, b"")
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)

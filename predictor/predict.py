@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from predictor.errors import BadPredictor
 from predictor.network import ENCODING_FILE, Matrix, Network, network_folders
-from predictor.prediction import FEATURE, FEATURE_LIMIT, MARK_BYTES, Prediction
+from predictor.prediction import FEATURE, FEATURE_LIMIT, Prediction, mark_of
 from predictor.prompt import Prompt
 
 LENGTHS_FILE = "training_lengths.json"
@@ -35,8 +33,7 @@ class LengthPredictor:
         self.networks = list(networks)
         self.training_lengths = list(training_lengths)
         self.forecasts = [list(lengths) for lengths in forecasts]
-        content = repr((self.training_lengths, self.forecasts))  # another training has others
-        self._mark = blake2b(content.encode(), digest_size=MARK_BYTES).digest()
+        self._mark = mark_of(self.training_lengths, self.forecasts)
 
     @classmethod
     def load(cls, folder: str | Path, threads: int = 1, *, bits: Literal[8, 32] | None = None) -> Self:
@@ -62,7 +59,7 @@ class LengthPredictor:
         """A text with more characters than this is cut to its two ends."""
         return max(network.encoding.characters_max for network in self.networks)
 
-    def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
+    def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> Matrix:
         """(prompts, quantiles) output tokens, at least 1, ascending, equally likely; the middle one is the median."""
         return self.read(prompts, batch_size)[0]
 

@@ -49,10 +49,7 @@ def forecast_stream(
     made = []
     unanswered: deque[tuple[Row, Forecast]] = deque()
     for place, row in enumerate(rows):
-        if predictions is None:
-            forecast = learner.forecast(row.prompt, None)
-        else:
-            forecast = learner.forecast(row.prompt, *predictions[place])
+        forecast = learner.forecast(row.prompt, None if predictions is None else predictions[place])
         unanswered.append((row, forecast))
         if len(unanswered) >= in_flight:
             answered, earlier = unanswered.popleft()

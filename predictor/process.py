@@ -19,7 +19,7 @@ from typing import Any, Self
 from msgspec.structs import astuple, replace
 
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
-from predictor.prediction import Prediction
+from predictor.prediction import Prediction, mark_of
 from predictor.prompt import Prompt
 from predictor.text import head_and_tail
 
@@ -99,6 +99,7 @@ class PredictorProcess:
         self._in_flight: list[tuple[bytes, _Waiting]] = []
         self._characters_max = sys.maxsize
         self._delay_s = restart_delay_s
+        self.mark = b""  # names the predictor; set by start()
         self.training_lengths: list[int] = []  # set by start()
         self.forecasts: list[tuple[float, ...]] = []  # for some validation prompts; set by start()
 
@@ -161,10 +162,12 @@ class PredictorProcess:
         child = _Child(self.folder, self.threads)
         ready = await child.start(self.start_timeout_s)
         child.exit.add_done_callback(lambda _: self._arrived.set())  # wakes the keeper when an idle child dies
-        forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
-        if (ready["training_lengths"], forecasts) != (self.training_lengths, self.forecasts):
+        self.training_lengths = ready["training_lengths"]
+        self.forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
+        mark = mark_of(self.training_lengths, self.forecasts)
+        if mark != self.mark:
             self._cache.clear()  # the folder has another predictor now
-        self.training_lengths, self.forecasts = ready["training_lengths"], forecasts
+        self.mark = mark
         self._characters_max = ready["characters_max"]
         self._child = child
         return child

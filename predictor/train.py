@@ -35,7 +35,7 @@ from transformers.utils import logging
 from predictor.dataset import Row, Splits, length_sample
 from predictor.encoding import Encoding
 from predictor.errors import PredictorError
-from predictor.export import add_forecasts, check_export, export, quantize_if_accurate
+from predictor.export import check_export, export, quantize_if_accurate, with_forecasts
 from predictor.model import LengthConfig, LengthModel
 from predictor.numbers import fix_number_embeddings
 from predictor.predict import LengthPredictor
@@ -140,9 +140,9 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
     prompts = [row.prompt for row in splits.validation]
     export(trained, tokenizer, encoding, length_sample(splits.train), output, prompts)
     chosen = quantize_if_accurate(output, splits.validation)
-    add_forecasts(output, LengthPredictor.load(output), splits.validation)
+    predictor = with_forecasts(output, splits.validation)
     shutil.rmtree(checkpoints)
-    return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
+    return Trained(predictor, model.num_parameters(), chosen)
 
 
 def _begin(checkpoints: Path, identity: str, resume: bool) -> None:

@@ -46,6 +46,7 @@ from predictor.errors import DatasetError, PredictorError
 from predictor.evaluate import equal_mass_bins, saturated_gain
 from predictor.online import OnlineLearner
 from predictor.predict import LengthPredictor
+from predictor.prediction import Prediction
 from predictor.prequential import RANGES, Forecasts, forecast_stream, scores, scores_by_range
 from predictor.quantiles import LEVELS, at_levels
 
@@ -276,14 +277,15 @@ def cost_of(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str,
 
     A predictor's own time is not counted: it runs in another process.
     """
-    predictions = None if predictor is None else predictor.predictions([row.prompt for row in rows])
-    given: list[Any] = [(None,)] * len(rows) if predictions is None else predictions
-    took_ns = np.min([times_ns(rows, given) for _ in range(PASSES)], axis=0)  # (2, rows)
+    predictions: Sequence[Prediction | None] = [None] * len(rows)
+    if predictor is not None:
+        predictions = predictor.predictions([row.prompt for row in rows])
+    took_ns = np.min([times_ns(rows, predictions) for _ in range(PASSES)], axis=0)  # (2, rows)
     both = took_ns.sum(axis=0)
     tracemalloc.start()
     learner = OnlineLearner()
-    for row, prediction in zip(rows, given, strict=True):
-        learner.observe(learner.forecast(row.prompt, *prediction), row.output_tokens, row.capped)
+    for row, prediction in zip(rows, predictions, strict=True):
+        learner.observe(learner.forecast(row.prompt, prediction), row.output_tokens, row.capped)
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -296,13 +298,13 @@ def cost_of(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str,
     }  # fmt: skip
 
 
-def times_ns(rows: Sequence[Row], given: Sequence[Any]) -> list[list[int]]:
+def times_ns(rows: Sequence[Row], predictions: Sequence[Prediction | None]) -> list[list[int]]:
     """Nanoseconds of each row's forecast, and of its learning."""
     learner, clock = OnlineLearner(), time.perf_counter_ns
     forecast_ns, learn_ns = [], []
-    for row, prediction in zip(rows, given, strict=True):
+    for row, prediction in zip(rows, predictions, strict=True):
         begin = clock()
-        forecast = learner.forecast(row.prompt, *prediction)
+        forecast = learner.forecast(row.prompt, prediction)
         middle = clock()
         learner.observe(forecast, row.output_tokens, row.capped)
         learn_ns.append(clock() - middle)

@@ -84,8 +84,7 @@ def stream(
         if way == "as predicted":
             lengths = predicted.lengths
         else:
-            known = (None,) if way == "without a predictor" else predicted
-            forecast = learner.forecast(row.prompt, *known)
+            forecast = learner.forecast(row.prompt, None if way == "without a predictor" else predicted)
             learner.observe(forecast, length, row.capped)
             lengths = forecast.lengths
         if place >= middle:

@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 
 from bins.calibration import midpoints
 from predictor.online import LEVELS, OnlineLearner, bounded
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.quantiles import crps
 
@@ -25,7 +26,7 @@ def prediction(length, sigma=0.5):
 
 
 def serve(learner, prompt, raw, length, capped=False):
-    forecast = learner.forecast(prompt, raw)
+    forecast = learner.forecast(prompt, None if raw is None else Prediction(raw))
     learner.observe(forecast, length, capped)
     return forecast
 
@@ -40,10 +41,10 @@ def test_there_is_no_forecast_without_data():
 
 
 def test_a_predictor_is_trusted_before_any_answer():
-    forecast = OnlineLearner().forecast(Prompt("Hello"), prediction(100))
+    forecast = OnlineLearner().forecast(Prompt("Hello"), Prediction(prediction(100)))
     assert forecast.source == "predictor"
     assert forecast.lengths == pytest.approx(prediction(100))
-    assert OnlineLearner().forecast(Prompt("Hello"), [70]).lengths == pytest.approx((70,) * LEVELS)
+    assert OnlineLearner().forecast(Prompt("Hello"), Prediction([70])).lengths == pytest.approx((70,) * LEVELS)
 
 
 def test_an_unknown_prompt_is_like_the_models_recent_ones():
@@ -69,7 +70,7 @@ def test_a_predictor_of_points_gets_the_quantiles_of_its_errors():
     learner, rng = OnlineLearner(), random.Random(0)
     for i in range(600):
         serve(learner, Prompt(f"{i}"), [100.0], 200 * math.exp(rng.gauss(0, 0.5)))
-    forecast = learner.forecast(Prompt("new"), [10.0])
+    forecast = learner.forecast(Prompt("new"), Prediction([10.0]))
     assert forecast.lengths == pytest.approx(prediction(20), rel=0.15)
 
 
@@ -83,7 +84,7 @@ def test_a_constant_template_that_the_predictor_gets_wrong_is_remembered():
     assert {f.source for f in forecasts[12:]} == {"memory"}
     assert forecasts[-1].median == pytest.approx(3)
     assert 2.5 < forecasts[-1].lengths[0] < 3 < forecasts[-1].lengths[-1] < 3.5
-    assert learner.forecast(Prompt("something else"), prediction(100)).median == pytest.approx(100, rel=0.2)
+    assert learner.forecast(Prompt("something else"), Prediction(prediction(100))).median == pytest.approx(100, rel=0.2)
 
 
 def test_a_template_whose_lengths_shift_is_followed():
@@ -177,8 +178,10 @@ def test_stop_strings_separate_the_corrections():
     for i in range(200):
         serve(learner, Prompt(f"{i}", stop=("\n",)), prediction(100), 10)
         serve(learner, Prompt(f"{i}"), prediction(100), 100)
-    assert learner.forecast(Prompt("new", stop=("\n\n",)), prediction(100)).median == pytest.approx(10, rel=0.1)
-    assert learner.forecast(Prompt("new"), prediction(100)).median == pytest.approx(100, rel=0.1)
+    assert learner.forecast(Prompt("new", stop=("\n\n",)), Prediction(prediction(100))).median == pytest.approx(
+        10, rel=0.1
+    )
+    assert learner.forecast(Prompt("new"), Prediction(prediction(100))).median == pytest.approx(100, rel=0.1)
 
 
 def test_capped_answers_are_known_to_be_longer():
@@ -195,7 +198,7 @@ def test_capped_answers_are_known_to_be_longer():
 @pytest.mark.parametrize("raw", [[], [math.nan] * 15, [1, math.inf], [0.0, 5.0], [-3.0], [math.nan, 4.0]])
 def test_invalid_predictions_are_counted_and_not_used(raw):
     learner = OnlineLearner()
-    assert learner.forecast(Prompt("Hello"), raw).lengths == ()
+    assert learner.forecast(Prompt("Hello"), Prediction(raw)).lengths == ()
     assert learner.raw_invalid == 1
 
 
@@ -235,7 +238,7 @@ def test_forecasts_and_answers_take_microseconds():
     for i in range(3000):
         prompt = Prompt(f"{TEMPLATE}{i % 50} {'x' * 500}", system=f"{i % 7}" * 2000)
         times_ns = [time.thread_time_ns()]
-        forecast = learner.forecast(prompt, prediction(100))
+        forecast = learner.forecast(prompt, Prediction(prediction(100)))
         times_ns.append(time.thread_time_ns())
         learner.observe(forecast, 100 * math.exp(rng.gauss(0, 0.5)), capped=i % 10 == 0)
         times_ns.append(time.thread_time_ns())
@@ -266,7 +269,9 @@ def test_forecasts_are_always_ascending_finite_and_at_least_one_token(world):
     learner = OnlineLearner(keys_max=5, lengths_per_key=9, window=9, models_max=1)
     waiting = []
     for number, raw, length, capped, answers_now in world:
-        forecast = learner.forecast(Prompt("x" * 40 * number, "m", "s" * (number % 2)), raw)
+        forecast = learner.forecast(
+            Prompt("x" * 40 * number, "m", "s" * (number % 2)), None if raw is None else Prediction(raw)
+        )
         assert len(forecast.lengths) == (LEVELS if forecast.source else 0)
         assert list(forecast.lengths) == sorted(forecast.lengths)
         assert all(1 <= tokens < math.inf for tokens in forecast.lengths)
@@ -292,9 +297,9 @@ def test_a_forecast_can_be_revised_by_what_was_learnt_since() -> None:
 def test_a_predictors_forecast_is_revised_with_its_correction() -> None:
     learner = OnlineLearner()
     prompt = Prompt("a", "m")
-    first = learner.forecast(prompt, [100.0])
+    first = learner.forecast(prompt, Prediction([100.0]))
     for number in range(100):
-        learner.observe(learner.forecast(Prompt(str(number), "m"), [100.0]), 300.0)
+        learner.observe(learner.forecast(Prompt(str(number), "m"), Prediction([100.0])), 300.0)
     later = learner.revise(first)
     assert later.median == pytest.approx(300.0, rel=0.1)
-    assert later.lengths == learner.forecast(prompt, [100.0]).lengths
+    assert later.lengths == learner.forecast(prompt, Prediction([100.0])).lengths

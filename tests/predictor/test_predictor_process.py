@@ -346,7 +346,7 @@ async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(
     took_s = time.monotonic() - started_s
     ticking.cancel()
     assert all(prediction.lengths[0] >= 1 for prediction in predictions)
-    assert all(len(prediction.features) == 8 + 2 * 20 for prediction in predictions)  # of 20 prompts in its training
+    assert all(len(prediction.features) == 16 + 2 * 20 for prediction in predictions)  # of 20 prompts in its training
     assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time and must not block the loop
 
 

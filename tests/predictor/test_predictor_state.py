@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from predictor.memory import RecentlyUsed, keys_of
 from predictor.online import OnlineLearner
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 
 
@@ -20,7 +21,12 @@ def traffic(count: int, seed: int = 0, templates: int = 40):
         text = f"template {template} with some words, so that it is longer than thirty-two characters {number}"
         prompt = Prompt(text, f"model {template % 3}", "be brief" * (template % 2), stop=("X",) * (template % 5 == 0))
         raw = np.sort(draw.lognormal(4.0, 1.0, 15 if template % 4 else 1)).tolist() if template % 3 else None
-        yield prompt, raw, float(np.ceil(draw.lognormal(3.0 + template / 20, 0.3))), bool(draw.random() < 0.1)
+        yield (
+            prompt,
+            None if raw is None else Prediction(raw),
+            float(np.ceil(draw.lognormal(3.0 + template / 20, 0.3))),
+            bool(draw.random() < 0.1),
+        )
 
 
 def teach(learner: OnlineLearner, count: int, seed: int = 0) -> None:
@@ -133,7 +139,7 @@ def test_no_slice_stops_an_event_loop_for_a_millisecond():
     draw = np.random.default_rng(0)
     for number in range(12_000):
         prompt = Prompt(f"{number} words that nobody asks twice, more than thirty-two", f"model {number % 30}")
-        learner.observe(learner.forecast(prompt, draw.lognormal(4.0, 1.0, 15).tolist()), 10.0)
+        learner.observe(learner.forecast(prompt, Prediction(draw.lognormal(4.0, 1.0, 15).tolist())), 10.0)
     assert len(learner.memory) == 10_000
     longest_s = []
     for _ in range(5):

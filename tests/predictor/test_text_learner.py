@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import kendalltau
 
 from predictor.online import READINGS_MAX, OnlineLearner
+from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS
 from predictor.ridge import WEIGHTS
@@ -181,7 +182,7 @@ def test_the_learner_mixes_its_forecasts_with_those_of_a_predictor():
         prompt, length = traffic.ask()
         hint = rng.gauss(0, 0.7)
         raw = [100 * math.exp(hint) * factor for factor in (0.3, 0.7, 1.0, 1.5, 3.0)]
-        forecast = learner.forecast(prompt, raw)
+        forecast = learner.forecast(prompt, Prediction(raw))
         learner.observe(forecast, length * math.exp(hint))
         medians.append(forecast.median)
         hints.append(hint)
@@ -195,7 +196,7 @@ def test_how_much_a_predictor_is_worth_is_learnt_from_all_models_together():
         learner, traffic, rng, medians, lengths = OnlineLearner(keys_max=0), Traffic(0), random.Random(2), [], []
         for _ in range(600):
             prompt, length = traffic.ask(model=f"model {rng.randrange(models)}")
-            forecast = learner.forecast(prompt, [math.exp(rng.gauss(4, 1))])
+            forecast = learner.forecast(prompt, Prediction([math.exp(rng.gauss(4, 1))]))
             learner.observe(forecast, length)
             medians.append(forecast.median)
             lengths.append(length)
@@ -208,7 +209,7 @@ def test_nonsense_of_a_predictor_does_not_spoil_what_words_tell():
     learner, traffic, rng, medians, lengths = OnlineLearner(keys_max=0), Traffic(0), random.Random(2), [], []
     for _ in range(1000):
         prompt, length = traffic.ask()
-        forecast = learner.forecast(prompt, [math.exp(rng.gauss(4, 1))])
+        forecast = learner.forecast(prompt, Prediction([math.exp(rng.gauss(4, 1))]))
         learner.observe(forecast, length)
         medians.append(forecast.median)
         lengths.append(length)
