@@ -1,4 +1,7 @@
-"""Limits of size: a class fits into a room, a file into a house, a function on a screen."""
+"""Alarms of size: a class, file or function of this size wants a second look, and a name for what could leave it.
+
+The numbers are no targets. Whoever meets one asks what belongs together; if the answer is "all of it", the number grows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llmserve", "predictor", "bins", "scripts/lab")
-CLASS_LINES, FILE_LINES, FUNCTION_LINES = 300, 450, 60
+CLASS_LINES, FILE_LINES, FUNCTION_LINES = 450, 700, 80
 FLOORS = 8  # levels of imports among the modules of scheduling
 
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -52,4 +55,3 @@ def test_scheduling_has_the_documented_number_of_levels() -> None:
         return 1 + max([floor(below) for below in modules[module]], default=0)
 
     assert max(map(floor, modules)) <= FLOORS
-    assert len(modules) <= 30
