@@ -209,3 +209,19 @@ def test_what_cannot_be_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture
     assert fuse(model, broken) == ["normalisation"]
     assert "no C compiler is found" in caplog.text
     assert answers(LanguageModel(Numbers(), model), PROMPTS[:1], [5])
+
+
+def test_what_stops_compiling_at_a_later_shape_runs_plainly_from_there(caplog: pytest.LogCaptureFixture) -> None:
+    def fragile(function):
+        def run(*inputs, **options):
+            if inputs[0].shape[-2] > 1:  # a prefill
+                raise RuntimeError("no kernel for this shape")
+            return function(*inputs, **options)
+
+        return run
+
+    fused = network()
+    assert fuse(fused, fragile) == ["normalisation", "rotation"]  # the gate is tried with two rows at once
+    expected = answers(LanguageModel(Numbers(), network(), static=True), PROMPTS, [20, 30, 10])
+    assert answers(LanguageModel(Numbers(), fused, static=True), PROMPTS, [20, 30, 10]) == expected
+    assert "no kernel for this shape" in caplog.text

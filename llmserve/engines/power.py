@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 log = logging.getLogger("llmserve")
@@ -52,13 +53,16 @@ class GpuEnergy:
     visible  CUDA_VISIBLE_DEVICES: indices, or beginnings of UUIDs; None: every GPU. Indices are in NVML's order, by
              PCI bus, which equals CUDA's order if all GPUs are alike or CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
+    counters  False: integrate the power of every GPU, for drivers whose counters stand still
+
     `names` are the names of the measured GPUs, possibly (). Raises nvml.NVMLError without a driver.
     """
 
-    def __init__(self, nvml: Nvml, visible: str | None = None) -> None:
+    def __init__(self, nvml: Nvml, visible: str | None = None, *, counters: bool = True) -> None:
         self._nvml = nvml
         nvml.nvmlInit()
-        meters = [_meter_of(nvml, handle) for handle in _visible_handles(nvml, visible)]
+        kinds = (_CounterMeter, _PowerMeter) if counters else (_PowerMeter,)
+        meters = [_meter_of(nvml, handle, kinds) for handle in visible_handles(nvml, visible)]
         self._meters = [meter for meter in meters if meter is not None]
 
     @classmethod
@@ -84,6 +88,11 @@ class GpuEnergy:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple([meter.name for meter in self._meters])
+
+    @property
+    def integrates(self) -> bool:
+        """Whether the power of a GPU is integrated, so that its joules are as exact as the samples are frequent."""
+        return any([isinstance(meter, _PowerMeter) for meter in self._meters])
 
     def sample(self, now_s: float) -> None:
         """Read the GPUs now. now_s : the time on any monotonic clock, the same clock in every call."""
@@ -164,10 +173,10 @@ class _PowerMeter(_Meter):
         self._last = None
 
 
-def _meter_of(nvml: Nvml, handle: Handle) -> _Meter | None:
-    """Return a counter meter, else a power meter, else None (a MIG instance reports neither energy nor power)."""
+def _meter_of(nvml: Nvml, handle: Handle, kinds: Sequence[type[_Meter]]) -> _Meter | None:
+    """Return a meter of the first kind that the GPU supports, else None (a MIG instance reports neither)."""
     name = nvml.nvmlDeviceGetName(handle)
-    for kind in (_CounterMeter, _PowerMeter):
+    for kind in kinds:
         try:
             return kind(nvml, handle, name)
         except nvml.NVMLError as error:
@@ -176,7 +185,7 @@ def _meter_of(nvml: Nvml, handle: Handle) -> _Meter | None:
     return None
 
 
-def _visible_handles(nvml: Nvml, visible: str | None) -> list[Handle]:
+def visible_handles(nvml: Nvml, visible: str | None) -> list[Handle]:
     """Return the handles of the GPUs that CUDA would show. As in CUDA, an invalid entry ends the list."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:

@@ -69,6 +69,49 @@ def test_steps_are_captured_once_for_each_shape() -> None:
     assert len(captures) == decoder.graphs == 2 * 3  # of 4 and 1 rows, each with 8, 16 and 24 columns
 
 
+@pytest.mark.usefixtures("small_columns")
+def test_steps_run_kernel_by_kernel_where_no_graph_can_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def refuse(step):
+        attempts.append(step)
+        step()  # a capture fails in its middle: the step has written to the cache by then
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def ids_of(decoder: StaticDecoder) -> list[list[int]]:
+        with torch.inference_mode():
+            batch = decoder.batch(PROMPTS, 20)
+            ids = batch.prefill().argmax(-1)
+            seen = [ids.tolist()]
+            for _ in range(19):
+                ids = batch.step(ids).argmax(-1)
+                seen.append(ids.tolist())
+        return seen
+
+    expected = ids_of(StaticDecoder(network_of("llama")))
+    assert ids_of(StaticDecoder(network_of("llama"), refuse)) == expected
+    assert len(attempts) == 1, "what failed once is not tried for every shape"
+    assert "cannot capture a graph" in caplog.text
+    assert "operation not permitted when stream is capturing" in caplog.text
+
+
+@pytest.mark.usefixtures("small_columns")
+def test_a_batch_without_memory_leaves_all_memory_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = static_batch._ColumnsLayer.lazy_initialization
+
+    def limited(layer, keys, values) -> None:
+        if layer._places > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allocate(layer, keys, values)
+
+    monkeypatch.setattr(static_batch._ColumnsLayer, "lazy_initialization", limited)
+    fixed = LanguageModel(Numbers(), network_of("llama"), static=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        answers(fixed, PROMPTS * 4, [30] * 12)
+    growing = LanguageModel(Numbers(), network_of("llama"), static=False)
+    assert answers(fixed, PROMPTS, [9, 30, 17]) == answers(growing, PROMPTS, [9, 30, 17])
+
+
 def test_a_model_with_sliding_windows_is_refused() -> None:
     with pytest.raises(ValueError, match="only full attention"):
         LanguageModel(Numbers(), network_of("mistral with a sliding window"), static=True)

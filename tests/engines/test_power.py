@@ -27,6 +27,14 @@ def test_a_counter_is_preferred_to_the_power():
     assert energy.energy_j(10.0) == 2.0
 
 
+def test_a_counter_that_stands_still_can_be_left_aside():
+    energy = GpuEnergy(FakeNvml(Gpu(energy_mj=0, power_mw=100_000)), counters=False)
+    assert energy.integrates
+    energy.sample(0.0)
+    assert energy.energy_j(2.0) == pytest.approx(200)
+    assert not GpuEnergy(FakeNvml(Gpu(energy_mj=0, power_mw=100_000))).integrates
+
+
 def test_power_is_integrated_between_samples_with_the_trapezoid_rule():
     gpu = Gpu(power_mw=100_000)
     energy = GpuEnergy(FakeNvml(gpu))

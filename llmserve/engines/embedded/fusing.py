@@ -28,7 +28,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
     """Replace known parts of a model of transformers. Return their names. Answers change by rounding only.
 
-    Unknown parts do not change, nor do parts that cannot be compiled on this machine.
+    Unknown parts do not change, nor do parts that cannot be compiled on this machine. A part that can be compiled for
+    some shapes only runs as before from the first failure on.
     """
     replaced = []
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon") and hasattr(module, "weight")]
@@ -40,7 +41,7 @@ def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
     if _runs(gate, *torch.ones(2, 2, 8, device=model.device, dtype=model.dtype)):
         gated = [module for module in model.modules() if _is_gated(module)]
         for module in gated:
-            module.forward = _gated_layer(module, gate)
+            module.forward = _gated_layer(module, _or_plain(gate, _gated))
         replaced += ["gate"] if gated else []
     modelling: Any = sys.modules[type(model).__module__]
     rotate = getattr(modelling, "apply_rotary_pos_emb", None)
@@ -48,7 +49,7 @@ def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
         fused = compile_(rotate)
         angles = torch.ones(2, 1, 8, device=model.device, dtype=model.dtype)
         if _runs(fused, torch.ones_like(angles)[:, None], torch.ones_like(angles)[:, None], angles, angles):
-            modelling.apply_rotary_pos_emb = fused  # for all models of this kind in this process
+            modelling.apply_rotary_pos_emb = _or_plain(fused, rotate)  # for all models of this kind in this process
             replaced.append("rotation")
     return replaced
 
@@ -58,9 +59,32 @@ def _runs(function: Callable[..., Any], *inputs: torch.Tensor) -> bool:
         with torch.inference_mode():
             function(*inputs)
     except Exception as error:  # a missing or failing compiler raises many exception types
-        log.warning("cannot compile %s: %s", getattr(function, "__name__", function), str(error).split("\n")[0])
+        _log_failure(function, error)
         return False
     return True
+
+
+def _or_plain(fast: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The fast function until it fails, then the plain one: a compiler may fail at a shape that it meets late."""
+    chosen = fast
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        nonlocal chosen
+        if chosen is not plain:
+            try:
+                return chosen(*inputs, **options)
+            except torch.OutOfMemoryError:
+                raise  # no failure of the compiler
+            except Exception as error:
+                _log_failure(plain, error)
+                chosen = plain
+        return plain(*inputs, **options)
+
+    return run
+
+
+def _log_failure(function: Callable[..., Any], error: Exception) -> None:
+    log.warning("cannot compile %s: %s", getattr(function, "__name__", function), str(error).split("\n")[0])
 
 
 def _normalisation(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -4,11 +4,12 @@ The floor of a step's time is the time to read the weights and the cache once. A
 small kernels, and Python launches them more slowly than the GPU reads the weights. A captured graph launches all
 kernels at once, but its tensors must keep their addresses and shapes. So the number of rows is rounded up to a power of
 two, and the number of cached columns that attention reads to a multiple of COLUMNS_STEP. Each such pair has its own
-graph, which is captured when a batch first needs it.
+graph, which is captured when a batch first needs it. Where a capture fails, steps run kernel by kernel.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+log = logging.getLogger("llmserve.embedded")
 
 ATTENTION = "llmserve_grouped"
 """The name of `grouped_attention` among transformers' attention functions."""
@@ -83,6 +86,7 @@ class StaticDecoder:
         self._cache = Cache(layers=self._layers)
         self._places = 0  # rows times columns that the cache has room for
         self._steps: dict[tuple[int, int], _StaticStep] = {}  # by rows and columns read
+        self._captures = True  # until a capture fails
 
     @property
     def graphs(self) -> int:
@@ -137,7 +141,17 @@ class StaticDecoder:
                     room.normal_()
 
     def captured(self, step: Step) -> Step:
-        return self._capture(step)
+        """The captured step. After a first failure every new step stays as it is: slower, with the same answers."""
+        if self._captures:
+            try:
+                return self._capture(step)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # drivers and kernels refuse a capture in many ways
+                reason = str(error).strip().split("\n")[0] or type(error).__name__
+                log.warning("cannot capture a graph, so each step launches its kernels one by one: %s", reason)
+                self._captures = False
+        return step
 
     def decode(self, ids: torch.Tensor, start: torch.Tensor, column: torch.Tensor, read: int) -> torch.Tensor:
         """Logits (rows, vocabulary) of one more token in each row.
@@ -154,24 +168,35 @@ class StaticDecoder:
         return self._forward(ids[:, None], positions, mask[:, None, None, :])
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        try:
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        except torch.OutOfMemoryError:
+            self._release()  # a later, smaller batch has all memory again
+            raise
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     def _make_room(self, places: int) -> None:
         """Allocate a larger cache where needed. The graphs of the old cache hold its addresses, so they are dropped."""
         if places > self._places:
-            self._steps.clear()
+            self._release()
             self._places = places
             for layer in self._layers:
                 layer.allocate(places)
+
+    def _release(self) -> None:
+        """Free the cache, and the graphs that use it."""
+        self._steps.clear()
+        self._places = 0
+        for layer in self._layers:
+            layer.allocate(0)
 
 
 class StaticBatch:
