@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.engines.event_stream import Usage, UsageFilter, usage_of, was_cut
+from llmserve.engines.event_stream import Count, Usage, UsageFilter, usage_of, was_cut
+from llmserve.engines.lenient_json import count_of, read
 from llmserve.engines.typed_events import EventReader, Message, MessageReader, Response, ResponseReader
 from llmserve.errors import RequestError
 from llmserve.request import Call
 
 TAIL_BYTES = 4 << 10  # at the end of a large answer, where its counts are
 DECODED_BYTES_MAX = 1 << 20  # of an answer without generated text
-PROMPT_TOKENS = re.compile(rb'"(?:prompt|input|total)_tokens": ?(\d{1,12})\b')
+PROMPT_TOKENS = re.compile(rb'"(?:prompt|input|total)_tokens"\s*:\s*(\d{1,12})\b')
 
 
 class WholeAnswer(msgspec.Struct, frozen=True):
@@ -127,60 +128,43 @@ def _completion_stream(call: Call, receipt: bytes) -> UsageFilter:
     return UsageFilter(strip=call.usage_added, choices=call.choices, receipt=receipt)
 
 
-_RESPONSE = msgspec.json.Decoder(Response)
-_MESSAGE = msgspec.json.Decoder(Message)
-
-
 def _response(body: bytes) -> WholeAnswer | None:
-    try:
-        answer = _RESPONSE.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    if answer.object != "response":
+    answer = read(Response, body)
+    if answer is None or answer.object != "response":
         return None
     return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut, answer.id)
 
 
 def _message(body: bytes) -> WholeAnswer | None:
-    try:
-        answer = _MESSAGE.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    if answer.type != "message":
+    answer = read(Message, body)
+    if answer is None or answer.type != "message":
         return None
     return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut)
 
 
 class _PromptUsage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    total_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    total_tokens: Count | None = None
 
 
 class _PromptAnswer(msgspec.Struct):
     """What endpoints without generated text say of the prompt's tokens, each in its way."""
 
     usage: _PromptUsage | None = None
-    count: int | None = None
-    input_tokens: int | None = None
-
-
-_PROMPT_ANSWER = msgspec.json.Decoder(_PromptAnswer)
+    count: Count | None = None
+    input_tokens: Count | None = None
 
 
 def _prompt(body: bytes) -> WholeAnswer:
     """Read the answer of an endpoint without generated text: any body, perhaps with the prompt's tokens."""
-    tokens: int | None = None
     if len(body) > DECODED_BYTES_MAX:
         found = PROMPT_TOKENS.search(body, len(body) - TAIL_BYTES)
-        tokens = int(found[1]) if found is not None else None
+        tokens = count_of(found[1]) if found is not None else None
     else:
-        try:
-            answer = _PROMPT_ANSWER.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # also subtitles, and other text
-            answer = _PromptAnswer()
+        answer = read(_PromptAnswer, body) or _PromptAnswer()  # also subtitles, and other text
         usage = answer.usage or _PromptUsage()
         counts = (usage.prompt_tokens, usage.total_tokens, answer.count, answer.input_tokens)
-        tokens = next((count for count in counts if count is not None and count >= 0), None)
+        tokens = next((count for count in counts if count is not None), None)
     return WholeAnswer(Usage(tokens, 0))
 
 

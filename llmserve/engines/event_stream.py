@@ -9,30 +9,32 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from llmserve.engines.lenient_json import COUNT_BOUND, read
+
 EVENT_END = re.compile(rb"(?<=\n)\r?\n")
-FINISHED = re.compile(rb'"finish_reason": ?"')  # generated text never matches: its quotes are escaped
-CUT = re.compile(rb'"finish_reason": ?"length"')
+FINISHED = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # generated text never matches: its quotes are escaped
+CUT = re.compile(rb'"finish_reason"\s*:\s*"length"')
 DONE = re.compile(rb"^data: ?\[DONE\]", re.M)
 PARTIAL_BYTES_MAX = 1 << 20
 
 
+Count = Annotated[int, Meta(ge=0, lt=COUNT_BOUND)]
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of an engine; None where the engine sends none."""
+    """Token counts of an engine; None where the engine sends none that makes sense."""
 
-    prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
-    completion_tokens: Annotated[int, Meta(ge=0)] | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Event(msgspec.Struct):
     usage: Usage | None = None
-    choices: list[msgspec.Raw] = []
+    choices: list[msgspec.Raw] | None = None
 
 
 class _Completion(msgspec.Struct):
-    choices: list[msgspec.Raw]
-
-
-class _WholeAnswer(_Completion):
+    choices: list[msgspec.Raw] | None
     usage: Usage | None = None
 
 
@@ -42,31 +44,20 @@ class _Choice(msgspec.Struct):
 
 
 class _Choices(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
 
 
 class _Signed(msgspec.Struct):
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
 
 
-_COMPLETION = msgspec.json.Decoder(_Completion)
-_WHOLE_ANSWER = msgspec.json.Decoder(_WholeAnswer)
-
-
 def usage_of(body: bytes) -> Usage | None:
-    """Return the `usage` of a whole answer, without counts when they make no sense; None if it is no completion.
+    """Return the `usage` of a whole answer, without counts that make no sense; None if it is no completion.
 
-    A completion is a JSON object with a list of choices, whatever the choices are.
+    A completion is an object with a list of choices, or null instead, whatever the choices are.
     """
-    try:
-        return _WHOLE_ANSWER.decode(body).usage or Usage()
-    except (msgspec.MsgspecError, RecursionError):
-        pass  # perhaps only its counts make no sense
-    try:
-        _COMPLETION.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return Usage()
+    completion = read(_Completion, body)
+    return None if completion is None else completion.usage or Usage()
 
 
 def was_cut(body: bytes) -> bool:
@@ -179,11 +170,8 @@ class UsageFilter:
         """Whether the event carries usage and no choice. Stores the event's counts."""
         if b'"usage"' not in event:
             return False
-        try:
-            answer = msgspec.json.decode(data_of(event), type=_Answer)
-        except msgspec.MsgspecError:
-            return False
-        if answer.usage is None:
+        answer = read(_Event, data_of(event))
+        if answer is None or answer.usage is None:
             return False
         if answer.usage.completion_tokens is not None:
             self._usage = answer.usage
@@ -196,18 +184,16 @@ def _finished_by(event: bytes, choices: int) -> set[int]:
         return set()
     if choices == 1:
         return {0}
-    try:
-        answer = msgspec.json.decode(data_of(event), type=_Choices)
-    except msgspec.MsgspecError:
-        return set()
-    return {choice.index for choice in answer.choices if choice.finish_reason is not None}
+    answer = read(_Choices, data_of(event)) or _Choices()
+    return {choice.index for choice in answer.choices or () if choice.finish_reason}
 
 
 def _signed(event: bytes, usage: bytes) -> bytes:
     """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
     if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event:
         return event
-    fingerprint = bytes(msgspec.json.decode(data_of(usage), type=_Signed).system_fingerprint)
+    signed = read(_Signed, data_of(usage)) or _Signed()
+    fingerprint = bytes(signed.system_fingerprint)
     if not fingerprint.startswith(b'"'):
         return event
     return _with_field(event, b"system_fingerprint", fingerprint)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from llmserve.engines.event_stream import EVENT_END, Usage, data_of, whole_events
-
-Count = Annotated[int, Meta(ge=0)]
+from llmserve.engines.event_stream import EVENT_END, Count, Usage, data_of, whole_events
+from llmserve.engines.lenient_json import read
 
 
 class ResponseUsage(msgspec.Struct):
@@ -93,13 +90,11 @@ class EventReader:
         for start, end in pairwise([0, *(match.end() for match in EVENT_END.finditer(data)), len(data)]):
             event = data[start:end]
             if self.marks.search(event) is not None:
-                try:
-                    self._read(data_of(event))
-                except (msgspec.MsgspecError, RecursionError):  # a part of a very large event, or counts without sense
-                    self._ended = self._ended or self.ends.search(event) is not None
+                self._read(data_of(event))
+                self._ended = self._ended or self.ends.search(event) is not None
 
     def _read(self, event: bytes) -> None:
-        """Read an event whose type is one of `marks`. Raises MsgspecError."""
+        """Read an event whose type is one of `marks`. It may be a part of a very large one."""
 
     def _count(self, usage: Usage) -> None:
         if usage.prompt_tokens is not None:
@@ -130,27 +125,22 @@ class _ResponseEvent(msgspec.Struct):
     response: Response | None = None
 
 
-_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseEvent)
-
-
 class ResponseReader(EventReader):
     """Reads a stream of /v1/responses. An answer that failed counts as cut: it would have been longer."""
 
-    marks = re.compile(rb'"type": ?"(?:response\.(?:created|completed|incomplete|failed)|error)"')
-    ends = re.compile(rb'"type": ?"(?:response\.(?:completed|incomplete|failed)|error)"')
+    marks = re.compile(rb'"type"\s*:\s*"(?:response\.(?:created|completed|incomplete|failed)|error)"')
+    ends = re.compile(rb'"type"\s*:\s*"(?:response\.(?:completed|incomplete|failed)|error)"')
     token = b'.delta"'
 
     def _read(self, event: bytes) -> None:
-        told = _RESPONSE_EVENT.decode(event)
+        told = read(_ResponseEvent, event) or _ResponseEvent()
         response = told.response
         if response is not None:
             self.response_id = response.id
             self.cut = self.cut or response.cut
             if response.usage is not None:
                 self._count(response.usage.counts)
-        if told.type in ("response.failed", "error"):
-            self.cut = self._ended = True
-        self._ended = self._ended or told.type in ("response.completed", "response.incomplete")
+        self.cut = self.cut or told.type in ("response.failed", "error")
 
 
 class Message(msgspec.Struct):
@@ -176,18 +166,15 @@ class _MessageEvent(msgspec.Struct):
     usage: MessageUsage | None = None
 
 
-_MESSAGE_EVENT = msgspec.json.Decoder(_MessageEvent)
-
-
 class MessageReader(EventReader):
     """Reads a stream of /v1/messages."""
 
-    marks = re.compile(rb'"type": ?"(?:message_(?:start|delta|stop)|error)"')
-    ends = re.compile(rb'"type": ?"(?:message_stop|error)"')
+    marks = re.compile(rb'"type"\s*:\s*"(?:message_(?:start|delta|stop)|error)"')
+    ends = re.compile(rb'"type"\s*:\s*"(?:message_stop|error)"')
     token = b'"content_block_delta"'
 
     def _read(self, event: bytes) -> None:
-        told = _MESSAGE_EVENT.decode(event)
+        told = read(_MessageEvent, event) or _MessageEvent()
         if told.type == "message_start" and told.message is not None and told.message.usage is not None:
             self.prompt_tokens = told.message.usage.counts.prompt_tokens
         elif told.type == "message_delta":
@@ -195,5 +182,4 @@ class MessageReader(EventReader):
             if told.usage is not None:
                 self._count(told.usage.counts)
         elif told.type == "error":
-            self.cut = self._ended = True
-        self._ended = self._ended or told.type == "message_stop"
+            self.cut = True

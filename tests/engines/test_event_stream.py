@@ -76,7 +76,7 @@ def test_the_prompts_tokens_are_known_once_the_usage_has_passed() -> None:
     assert (usage.prompt_tokens, usage.output_tokens) == (3, 7)
 
 
-@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"{}", b'{"choices":null}', b'{"choices":[', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"{}", b'{"choices":3}', b'{"choices":[', b"[" * 100_000])
 def test_what_is_no_completion_has_no_usage(body: bytes) -> None:
     assert usage_of(body) is None
 

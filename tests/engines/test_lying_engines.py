@@ -71,7 +71,7 @@ CASES = (
     Case("HTML", http(b"<html>welcome</html>", "content-type: text/html")),
     Case("half a JSON", http(GOOD[:40])),
     Case("JSON without choices", http(b'{"error": {"message": "overloaded"}}')),
-    Case("choices that are no list", http(b'{"choices": null}')),
+    Case("choices that are no list", http(b'{"choices": 3}')),
     Case("a list", http(b"[]")),
     Case("JSON of a hundred thousand levels", http(b'{"choices": ' + b"[" * 100_000)),
     Case("a body shorter than its length", http(GOOD)[:-10]),
@@ -153,6 +153,50 @@ HONEST = (
     ),
     Case("a stream of HTTP/1.0", b"HTTP/1.0 200 OK\r\n\r\n" + TOKEN + FINISH + DONE, 200, "done", stream=True),
 )
+
+
+USAGE = b'"usage": {"completion_tokens": 3}'
+ODD = (  # answers that no strict parser takes
+    b'{"choices": [{"logprob": -Infinity}, NaN], %b}',
+    b'{"choices": [{"message": {"content": "\\ud83d \x01 \xff"}}], %b}',
+    b'\xef\xbb\xbf {"choices": null, "usage": {}, %b} and more',
+    b'{"choices": [' + b"[" * 985 + b"]" * 985 + b"], %b}",
+    b'{"choices": [], "x": NaN, "usage": {"completion_tokens": "3.0", "prompt_tokens": 1' + b"0" * 400 + b"}}",
+)
+ODD_EVENTS = (
+    TOKEN.replace(b'"tok"', b'"\\ud83d \x01 \xff"') + FINISH + DONE,
+    b"\xef\xbb\xbf" + TOKEN + b"data: this is no JSON\n\n" + FINISH + DONE,
+    TOKEN + b'data: {"choices": [' + b"[" * 985 + b"]" * 985 + b"]}\n\n" + FINISH + DONE,
+    TOKEN.replace(b"null", b'""') + FINISH.replace(b"{}", b'{"x": NaN}') + DONE,
+)
+
+
+@pytest.mark.parametrize("body", ODD, ids=range(len(ODD)))
+async def test_an_odd_answer_passes_byte_for_byte_and_is_asked_for_once(
+    body: bytes, start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = body % USAGE if b"%b" in body else body
+    async with LyingEngine(http(told)) as engine:
+        front = await start_front(engine.url, engines=settings(engine))
+        for _ in range(6):
+            async with front.post() as response:
+                assert (response.status, await response.read()) == (200, told)
+        assert len(engine.requests) == 6
+        await check_nothing_is_left(front, caplog)
+        ends = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestEnded)]
+        assert [(end.outcome, end.output_tokens, end.fault) for end in ends] == [("completed", 3.0, False)] * 6
+
+
+@pytest.mark.parametrize("events", ODD_EVENTS, ids=range(len(ODD_EVENTS)))
+async def test_odd_events_pass_byte_for_byte(
+    events: bytes, start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with LyingEngine(chunked(events, headers=EVENTS)) as engine:
+        front = await start_front(engine.url, engines=settings(engine))
+        async with front.post(stream=True) as response:
+            assert (response.status, await response.read()) == (200, events)
+        assert len(engine.requests) == 1
+        await check_nothing_is_left(front, caplog)
 
 
 async def ask(front: Front, *, stream: bool = False) -> tuple[int, str]:
