@@ -26,6 +26,7 @@ import numpy as np
 from bins.profile import Profile
 from llmserve.cluster.journal import Step
 from llmserve.engines.power import GpuEnergy
+from llmserve.lasting import lasting
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, EngineLost, EngineReady, RequestEnded, StartBatch
 
@@ -86,7 +87,7 @@ class MeasuredEnergy:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), SAMPLE_EVERY_S)
 
-        task = asyncio.create_task(sample())
+        task = lasting("reading the energy of GPUs", sample)
         try:
             yield
         finally:

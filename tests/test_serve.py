@@ -325,10 +325,10 @@ def test_the_import_rules_hold() -> None:
         "llmserve.asker": {"llmserve.errors", "llmserve.headers", "llmserve.request"},
         "llmserve.engines": {
             *("bins", "llmserve.asker", "llmserve.request", "llmserve.errors", "llmserve.extras"),
-            "llmserve.headers",
+            *("llmserve.headers", "llmserve.lasting"),
         },
         "llmserve.cluster": {
-            "llmserve.logs",
+            *("llmserve.lasting", "llmserve.logs"),
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
             *("llmserve.policies", "llmserve.private_file", "llmserve.settings", "predictor.prompt"),
         },
@@ -339,7 +339,7 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.jobs": {
             *("llmserve.api", "llmserve.cluster", "llmserve.errors", "llmserve.extras", "llmserve.request"),
-            "llmserve.scheduling",
+            *("llmserve.lasting", "llmserve.scheduling"),
         },
         "llmserve.api": {
             "llmserve.jobs",
@@ -352,6 +352,7 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.request",
                 "llmserve.errors",
                 "llmserve.headers",
+                "llmserve.lasting",
                 "llmserve.logs",
                 "llmserve.metrics",
                 "llmserve.private_file",
@@ -371,9 +372,11 @@ def test_the_import_rules_hold() -> None:
             *("llmserve.job_settings", "llmserve.logs", "llmserve.policies"),
         },
         "llmserve.job_settings": set(),
+        "llmserve.lasting": set(),
         "llmserve.herd": {"llmserve.errors", "llmserve.extras", "llmserve.spelling"},
         "llmserve.energy": {
             *("bins", "llmserve.cluster", "llmserve.engines", "llmserve.request", "llmserve.scheduling"),
+            "llmserve.lasting",
         },
         "llmserve.metrics": {
             *("llmserve.cluster", "llmserve.energy", "llmserve.gauges", "llmserve.request", "llmserve.scheduling"),
@@ -386,7 +389,7 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.twin": {
             *("bins", "llmserve.cluster", "llmserve.errors", "llmserve.policies", "llmserve.request"),
-            *("llmserve.scheduling", "llmserve.simulation"),
+            *("llmserve.lasting", "llmserve.scheduling", "llmserve.simulation"),
         },
     }
 

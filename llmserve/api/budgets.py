@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from llmserve.api.key_file import Budgets
 from llmserve.api.usage_file import Entry, Reserve, admit, fit
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
@@ -94,7 +95,7 @@ class Ledger:
             admitted: asyncio.Future[bool] = loop.create_future()
             self._asked.append((reserves, admitted))
             if self._reserving is None:
-                self._reserving = loop.create_task(self._reserve_all())
+                self._reserving = lasting("reserving of budgets", self._reserve_all)
             if await admitted:
                 return True
             if not fit(reserves, self._spent):  # otherwise enough was given back meanwhile
@@ -109,7 +110,7 @@ class Ledger:
 
     def start(self) -> None:
         """Must be called inside the running event loop."""
-        self._task = asyncio.create_task(self._flush_regularly())
+        self._task = lasting("writing what keys have spent", self._flush_regularly)
 
     async def close(self) -> None:
         self._stop.set()

@@ -18,6 +18,7 @@ from llmserve.api.authentication import Keys
 from llmserve.api.job_sums import JobSums
 from llmserve.cluster.watch import Watch
 from llmserve.errors import NotFound, Unauthorized
+from llmserve.lasting import lasting
 
 EVERY_S = 1.0
 FILES = {
@@ -85,7 +86,7 @@ class PageEndpoints:
         self._watch.begin()
         self._watching += 1
         if self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick())
+            self._ticking = lasting("snapshots for the page", self._tick)
         try:
             yield b"retry: 2000\n\n" + self._last
             while True:
@@ -97,7 +98,7 @@ class PageEndpoints:
 
     async def _tick(self) -> None:
         """Make one snapshot a second for all who watch, while somebody does."""
-        following = asyncio.create_task(self._jobs.follow()) if self._jobs is not None else None
+        following = lasting("sums of batch jobs for the page", self._jobs.follow) if self._jobs is not None else None
         try:
             while self._watching:
                 jobs = self._jobs.seen if self._jobs is not None else None
@@ -106,6 +107,6 @@ class PageEndpoints:
                 told.set()
                 await asyncio.sleep(EVERY_S)
         finally:
-            self._ticking, self._last = None, b""
             if following is not None:
                 following.cancel()
+        self._ticking, self._last = None, b""

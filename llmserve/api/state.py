@@ -10,6 +10,7 @@ from llmserve.api.answers import json_response
 from llmserve.api.authentication import Keys
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import Unauthorized
+from llmserve.lasting import failing
 from llmserve.metrics import Metrics
 
 
@@ -38,6 +39,8 @@ class StateEndpoints:
         state: dict[str, object] = {"ready": ready}
         if self._refusal(request) is None:
             state = {**state, "draining": self._cluster.draining, "engines": engines}
+            if failures := failing():
+                state["failing"] = failures
         return json_response(state, 200 if ready else 503)
 
     async def metrics_text(self, request: Request) -> Response:

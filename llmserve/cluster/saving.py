@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from llmserve.lasting import lasting
+
 log = logging.getLogger("llmserve")
 
 SAVE_EVERY_S = 60.0
@@ -56,7 +58,7 @@ class Saver:
 
     def start(self) -> None:
         """Must be called inside the running event loop."""
-        self._task = asyncio.create_task(self._save_regularly())
+        self._task = lasting("saving what was learnt", self._save_regularly)
 
     async def close(self) -> None:
         """Save for the last time. A write that has begun is completed first."""

@@ -21,6 +21,7 @@ from llmserve.engines.connecting import HttpError
 from llmserve.engines.hanging import hang
 from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
@@ -138,7 +139,7 @@ class EngineProcess:
                     raise
                 log.info("%s: port %d is in use; trying another port", self.name, self.port)
                 self.port = free_port()
-        self._watcher = asyncio.create_task(self._keep_running())
+        self._watcher = self._watching()
 
     async def restart(self) -> None:
         """Restart the process at once on its port and wait until it is healthy. Not counted as a crash.
@@ -152,7 +153,7 @@ class EngineProcess:
                 await self._start_once()
             finally:
                 if not self._stopped:
-                    self._watcher = asyncio.create_task(self._keep_running())
+                    self._watcher = self._watching()
 
     async def stop(self, within_s: float | None = None) -> None:
         """Stop the process (SIGTERM, then SIGKILL) and all its children. No effect when the process has ended.
@@ -264,6 +265,9 @@ class EngineProcess:
         return False
 
     # ---- restarts ----
+
+    def _watching(self) -> asyncio.Task[None]:
+        return lasting(f"the watch of the process of {self.name}", self._keep_running)
 
     async def _keep_running(self) -> None:
         """Restart the process whenever it ends. Runs until cancelled."""

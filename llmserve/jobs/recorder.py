@@ -17,6 +17,7 @@ from llmserve.jobs.contract import Status
 from llmserve.jobs.folder import Appended, Folder
 from llmserve.jobs.rows import Kind, Segment
 from llmserve.jobs.work_store import Progress, WorkStore
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
@@ -75,7 +76,7 @@ class Recorder:
         return len(self._pending) + len(self._writing)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._record())
+        self._task = lasting("the recorder of batch jobs", self._record)
 
     async def close(self) -> None:
         """Stop at once. What is not safe is lost, and its lines run again."""

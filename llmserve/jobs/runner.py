@@ -26,6 +26,7 @@ from llmserve.jobs.line_feed import Door, LineFeed
 from llmserve.jobs.ownership import Ownership
 from llmserve.jobs.recorder import Recorder, trouble_of
 from llmserve.jobs.work_store import WorkStore
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
@@ -69,7 +70,10 @@ class Runner:
 
     def start(self) -> None:
         self.recorder.start()
-        self._loops = [asyncio.create_task(self._watch()), asyncio.create_task(self.feed.run())]
+        self._loops = [
+            lasting("the claiming of batch jobs", self._watch),
+            lasting("the feed of batch jobs", self.feed.run),
+        ]
 
     async def close(self) -> None:
         """Take all lines back, and leave the batches to the next server."""

@@ -29,6 +29,7 @@ from llmserve.jobs.rows import Part
 from llmserve.jobs.runner import Runner
 from llmserve.jobs.servers import Servers
 from llmserve.jobs.work_store import WorkStore
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
@@ -127,7 +128,7 @@ class JobService:
 
     def start(self) -> None:
         self.runner.start()
-        self._tidying = asyncio.create_task(self._tidy())
+        self._tidying = lasting("the tidying of batch jobs", self._tidy)
 
     async def close(self) -> None:
         if self._tidying is not None:

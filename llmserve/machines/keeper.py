@@ -20,6 +20,7 @@ from llmserve.engines.connecting import HttpError
 from llmserve.engines.engine_process import START_TRIES, STOP_S, EngineProcess
 from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
+from llmserve.lasting import lasting
 from llmserve.machines.processes import Process, filled
 
 log = logging.getLogger("llmserve")
@@ -99,7 +100,10 @@ class Keeper:
     def start(self) -> None:
         """Begin to start the process, and try again until it runs. Must be called inside the running event loop."""
         self._write_files(self._described)
-        self._starting = asyncio.create_task(self._start())
+        self._starting = self._until_started()
+
+    def _until_started(self) -> asyncio.Task[None]:
+        return lasting(f"the start of {self._described.name}", self._start)
 
     async def _start(self) -> None:
         pause_s, longest_s = PAUSE_S
@@ -161,7 +165,7 @@ class Keeper:
         self._state = "starting"
         await self._process.stop()
         self._process = self._new_process(port)
-        self._starting = asyncio.create_task(self._start())
+        self._starting = self._until_started()
 
     async def _reload(self) -> bool:
         """Have the server read its files again, once it runs. False: it refuses these changes without a restart."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from llmserve.lasting import lasting
 from llmserve.scheduling.messages import Event
 from llmserve.twin.tuner import EVERY_S, Answer, Question, Tuner
 
@@ -31,7 +32,7 @@ class LiveTuning:
 
     def start(self) -> None:
         """Must be called inside the running event loop."""
-        self._task = asyncio.create_task(self._tune_regularly())
+        self._task = lasting("tuning the order", self._tune_regularly)
 
     async def close(self) -> None:
         if self._task is not None:

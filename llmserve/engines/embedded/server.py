@@ -20,6 +20,7 @@ from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
 from llmserve.engines.embedded.generation import DecodingRow, Delta, LanguageModel, PromptError
 from llmserve.engines.embedded.protocol import CompletionCall, Conversation, TokenUsage, Writer, parse_call
 from llmserve.errors import BadRequest, ModelNotFound, NotFound, RateLimited, RequestError, Unauthorized, Unavailable
+from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve.embedded")
 
@@ -103,7 +104,7 @@ class EmbeddedEngine:
 
     def start(self) -> None:
         """Start to run batches."""
-        self._task = asyncio.create_task(self._run_batches())
+        self._task = lasting("the embedded engine", self._run_batches)
 
     async def drain(self, limit_s: float) -> None:
         """Refuse waiting and new requests; let the running batch end, but stop the batch after `limit_s`."""
