@@ -26,7 +26,7 @@ _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'  # any bytes between two quotes, also 
 _PLAIN = rb'[^"\[\]{}]++|' + _STRING
 _FLAT = rb"[\[{](?:" + _PLAIN + rb")*+[\]}]"
 _LOW = rb"[\[{](?:" + _PLAIN + rb"|" + _FLAT + rb")*+[\]}]"  # skipped as a whole, to save turns of the loop
-_MEMBER = re.compile(rb"[\[\]{}:,]|" + _STRING, re.S)
+_MEMBER = re.compile(rb"[\[\]{}:,]|" + _STRING + rb'|"', re.S)  # the last: of a string without an end
 _NESTED = re.compile(rb"(?:" + _PLAIN + rb"|" + _LOW + rb")*+([\[\]{}])", re.S)
 _NUMBER = re.compile(rb'[ \t\r\n]*+("?+)[ \t]*+(\d{1,400}(?:\.\d{0,400})?(?:[eE]\+?\d{1,3})?)[ \t]*+\1[ \t\r\n]*+')
 _ABSENT: Any = object()
@@ -34,19 +34,21 @@ _ABSENT: Any = object()
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 Reading = Callable[[bytes], Any]
 """Reads the bytes of one value; _ABSENT when they are no such value."""
+Finding = Callable[[bytes, dict[str, Reading]], dict[str, Any] | None]
 
 
-def read(kind: type[Struct], data: bytes) -> Struct | None:
+def read(kind: type[Struct], data: bytes, scanned_bytes_max: int = SCANNED_BYTES_MAX) -> Struct | None:
     """The object in `data`, with the members that make sense; None: it is none, breaks off, or lacks a required member.
 
     kind : a struct of int, str, Raw, other structs, lists of them, and None. An int is a count from 0 to 2^31 - 1.
     Raises nothing.
     """
     try:
-        return _decoder(kind).decode(data)
+        decoded: Struct = _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        value = _struct(kind)(data)
+        value = _struct(kind, _found if len(data) <= scanned_bytes_max else _found_in_ends)(data)
         return value if isinstance(value, kind) else None
+    return decoded
 
 
 @cache
@@ -91,6 +93,8 @@ def members(data: bytes) -> Iterator[tuple[str, bytes]]:
             depth += 1
         elif mark in b"]}":
             depth -= 1
+        elif found[0] == b'"':
+            return
         elif mark == b'"':
             text = found[0]
         elif mark == b":" and is_object:
@@ -108,7 +112,7 @@ def members(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 @cache
-def _struct(kind: type[msgspec.Struct]) -> Reading:
+def _struct(kind: type[msgspec.Struct], find: Finding) -> Reading:
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     readings = {name: _reading(inspect.type_info(field.type)) for name, field in fields.items()}
     required = {name for name, field in fields.items() if field.required}
@@ -117,7 +121,7 @@ def _struct(kind: type[msgspec.Struct]) -> Reading:
         opening = _OPENING.match(data)
         if opening is None or opening[1] != b"{":
             return _ABSENT
-        found = _found(data, readings) if len(data) <= SCANNED_BYTES_MAX else _found_in_ends(data, readings)
+        found = find(data, readings)
         if found is None or not required <= found.keys():
             return _ABSENT
         return kind(**{fields[name].name: value for name, value in found.items()})
@@ -162,14 +166,16 @@ def _found_in_ends(data: bytes, readings: dict[str, Reading]) -> dict[str, Any] 
 
 def _reading(kind: inspect.Type) -> Reading:
     if isinstance(kind, inspect.UnionType):
-        readings = [_reading(one) for one in kind.types if not isinstance(one, inspect.NoneType)]
-        return lambda raw: None if raw == b"null" else _first(readings, raw)
+        readings = [_reading(one) for one in kind.types]
+        return lambda raw: _first(readings, raw)
+    if isinstance(kind, inspect.NoneType):
+        return lambda raw: None if raw == b"null" else _ABSENT
     if isinstance(kind, inspect.IntType):
         return _or_absent(count_of)
     if isinstance(kind, inspect.StrType):
         return _or_absent(text_of)
     if isinstance(kind, inspect.StructType):
-        return lambda raw: _struct(kind.cls)(raw)
+        return lambda raw: _struct(kind.cls, _found)(raw)
     if isinstance(kind, inspect.ListType):
         return _items(_reading(kind.item_type))
     assert isinstance(kind, inspect.RawType), f"no reading of {kind}"

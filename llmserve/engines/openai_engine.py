@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,9 @@ import msgspec
 
 from llmserve.engines.connecting import HttpError, printable
 from llmserve.engines.engine import NOTHING, EngineError, Health, Passed, ServedModel
+from llmserve.engines.event_stream import Count
 from llmserve.engines.http_client import HttpClient, Response
+from llmserve.engines.lenient_json import read
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 from llmserve.request import Batch, Call, EngineInfo
@@ -27,11 +28,10 @@ log = logging.getLogger("llmserve")
 
 ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it comes, and has no limit but time
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
-PATHS_BYTES_MAX = 8 << 20  # of the description of a server's endpoints
+LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
 MODEL_ID_CHARS_MAX = 256
-COUNT = re.compile(rb"\d{1,15}")
-CONTEXT_TOKENS_MAX = 1 << 31
 NOT_SERVED_SHOWN = 5  # names in a line of the log
+SHOWN_BYTES = 60  # of an answer that is none
 AUTH_STATUSES = (401, 403, 407)  # they speak of the key that this server sends, never of the client's
 
 
@@ -46,18 +46,18 @@ class Timeouts:
 
 
 class _Model(msgspec.Struct):
-    id: str
-    max_model_len: msgspec.Raw = msgspec.Raw(b"null")
+    """An entry of a list of models. Ollama's own lists have names instead of ids."""
 
-    @property
-    def context_tokens(self) -> int | None:
-        """None for what is no sensible number."""
-        tokens = int(self.max_model_len) if COUNT.fullmatch(self.max_model_len) else 0
-        return tokens if 0 < tokens <= CONTEXT_TOKENS_MAX else None
+    id: str | None = None
+    name: str | None = None
+    max_model_len: Count | None = None
 
 
 class _ModelList(msgspec.Struct):
-    data: list[_Model]
+    """As OpenAI's; some servers have `models` instead. Entries may be bare names."""
+
+    data: list[_Model | str] | None = None
+    models: list[_Model | str] | None = None
 
 
 class _OpenApi(msgspec.Struct):
@@ -137,6 +137,19 @@ class HttpAnswer:
 
     def _broken(self, error: HttpError) -> EngineError:
         return EngineError(f"engine {self._engine.info.name} broke off its answer: {error}")
+
+
+def models_of(body: bytes) -> list[ServedModel] | None:
+    """The models of a list, without entries that name none; None: the body is no list."""
+    if body.lstrip().startswith(b"["):
+        body = b'{"data":%b}' % body
+    listed = read(_ModelList, body, LIST_BYTES_MAX)
+    entries = None if listed is None else listed.data if listed.data is not None else listed.models
+    if entries is None:
+        return None
+    models = [_Model(entry) if isinstance(entry, str) else entry for entry in entries]
+    named = [(model.id if model.id is not None else model.name, model.max_model_len) for model in models]
+    return [ServedModel(id_, context_tokens or None) for id_, context_tokens in named if id_ is not None]
 
 
 def auth_error(name: str, status: int) -> EngineError:
@@ -228,16 +241,16 @@ class OpenAIEngine:
             status, _ = await self._get("/health")
             if status not in (200, 404, 405):
                 raise EngineError(f"engine {name} is not healthy: /health answers {status}")
-            status, body = await self._get("/v1/models")
+            status, body = await self._get("/v1/models", LIST_BYTES_MAX)
             if status != 200:
                 code = "engine_auth" if status in (401, 403) else None
                 raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
-            models = msgspec.json.decode(body, type=_ModelList).data
         except HttpError as error:
             self._paths_of = None  # another program may answer next
             raise self.no_answer(error) from error
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise EngineError(f"engine {name}: /v1/models is not a list of models: {printable(str(error))}") from error
+        if (models := models_of(body)) is None:
+            begin = printable(body[:SHOWN_BYTES].decode(errors="replace"))
+            raise EngineError(f"engine {name}: /v1/models is not a list of models, but begins with {begin!r}")
         served = self._served(models)
         if served != self._paths_of:
             self._paths, self._paths_of = await self._read_paths(), served
@@ -253,7 +266,7 @@ class OpenAIEngine:
     async def _read_paths(self) -> frozenset[str] | None:
         """Read the paths of the server's endpoints from its OpenAPI description; None without one."""
         try:
-            status, body = await self._get("/openapi.json", PATHS_BYTES_MAX)
+            status, body = await self._get("/openapi.json", LIST_BYTES_MAX)
             return frozenset(msgspec.json.decode(body, type=_OpenApi).paths) if status == 200 else None
         except (HttpError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
@@ -277,12 +290,12 @@ class OpenAIEngine:
         except TimeoutError:
             raise HttpError(f"{path} did not come within {probe_s:g} s") from None
 
-    def _served(self, models: list[_Model]) -> tuple[ServedModel, ...]:
+    def _served(self, models: list[ServedModel]) -> tuple[ServedModel, ...]:
         """The models whose ids may stand in a line of the log; the others are named there, once."""
         served, not_served = [], []
         for model in models:
             if 0 < len(model.id) <= MODEL_ID_CHARS_MAX and model.id.isprintable():
-                served.append(ServedModel(model.id, model.context_tokens))
+                served.append(model)
             else:
                 not_served.append(model.id[: MODEL_ID_CHARS_MAX + 1])
         if not_served and not_served != self._not_served:

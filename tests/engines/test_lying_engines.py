@@ -284,13 +284,15 @@ def test_the_limit_of_a_head_is_64_kib() -> None:
         {"/v1/models": http(b" " * (2 << 20))},
         {"/v1/models": http(b"\xff\xfe")},
         {"/v1/models": http(b'{"data": ' + b"[" * 100_000)},
-        {"/v1/models": http(b'{"data": [{"id": 7}]}')},
+        {"/v1/models": http(b'{"data": 7}')},
+        {"/v1/models": http(b"[NaN")},
+        {"/v1/models": http(b'{"error": "none"}')},
         {"/v1/models": http(b"", "location: /", status="302 Found")},
         {"/health": http(b"", status="101 Switching Protocols")},
         {"/health": http(b"", status="000 Zero")},
         {"/health": b"SSH-2.0-OpenSSH_9.6\r\n"},
     ],
-    ids=range(10),
+    ids=range(12),
 )
 async def test_an_engine_whose_probe_is_senseless_is_not_healthy(
     probes: dict[str, Any], start_front: StartFront, caplog: pytest.LogCaptureFixture
@@ -300,6 +302,30 @@ async def test_an_engine_whose_probe_is_senseless_is_not_healthy(
         front = await start_front(engine.url, engines=settings(engine), wait=False, **brief)
         await until(lambda: any("engine 127" in record.getMessage() for record in caplog.records))
         assert (await ask(front))[0] == 503
+        await check_nothing_is_left(front, caplog)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b'{"data": [{"id": 7}, null, {}, "", {"id": null}, {"id": "fake", "created": NaN}, {"id": ["fake"]}, [], 3]}',
+        b'\xef\xbb\xbf{"object": "list", "data": [{"id": "fake", "meta": "\\ud83d"}]} \n',
+        b'{"models": [{"name": "fake", "model": "fake", "size": 1' + b"0" * 400 + b"}]}",
+        b'{"data": null, "models": [{"id": "fake"}]}',
+        b'[{"id": "fake"}, {"id": "fake"}]',
+        b'["fake"]',
+        b'{"data": [{"id": "fake", "x": NaN}' + b', {"object": "model"}' * 20_000 + b"]}",
+        b'{"data": [{"id": "fake"}, {"x": ' + b"[" * 985 + b"]" * 985 + b"}]}",
+    ],
+    ids=range(8),
+)
+async def test_an_odd_list_of_models_has_those_that_it_names(
+    listed: bytes, start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with LyingEngine(http(GOOD), probes={"/v1/models": http(listed)}) as engine:
+        front = await start_front(engine.url, engines=settings(engine))
+        assert "fake" in front.cluster.models
+        assert await ask(front) == (200, "done")
         await check_nothing_is_left(front, caplog)
 
 
