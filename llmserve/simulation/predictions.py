@@ -176,7 +176,7 @@ def read_confusion(place: str) -> NDArray[np.float64]:
     with open_text(name, "confusion file") as file:
         try:
             text = file.read()
-            content = json.loads(text) if name.removesuffix(".gz").endswith(".json") else _csv_numbers(text)
+            content = json.loads(text) if text.lstrip()[:1] in ("{", "[") else _csv_numbers(text)
             counts = np.array(_matrix(content, bins), dtype=float)
         except (OSError, EOFError, TypeError, ValueError) as error:
             raise ConfigError(f"the confusion file {name!r}: {error}") from error
@@ -220,7 +220,11 @@ def read_residuals(name: str) -> tuple[Lengths, NDArray[np.float64]]:
 
 
 def _rows(name: str) -> Sequence[tuple[int, Mapping[str, Any]]]:
-    return list(records(name, "residuals file"))
+    rows = list(records(name, "residuals file"))
+    for line, row in rows:
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"the residuals file {name!r}, line {line}: not a row with the names of the columns")
+    return rows
 
 
 def _positive(row: Mapping[str, Any], columns: tuple[str, ...], name: str, line: int) -> float:

@@ -20,6 +20,7 @@ from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
 from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.predictions import ONLINE, PREDICTIONS_HELP, TRAINED, Predictions, predict
+from llmserve.simulation.trace_files import FORMS, OWN
 
 EDGES_SAMPLE = 4_000  # lengths for the first edges
 LOAD_SAMPLE = 40_000  # lengths for an engine's capacity
@@ -78,8 +79,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[
         str | None,
         Meta(
-            description=f"instead of arrivals and lengths: CSV file (.gz: compressed) with the columns "
-            f"{', '.join(workload.TRACE_COLUMNS)}. With arrival-rate or load the trace is replayed at that rate"
+            description="instead of arrivals and lengths: file of requests, CSV or JSON lines, plain or compressed. "
+            f"Its columns: {', '.join(OWN.columns)}, or as published: {', '.join(form.name for form in FORMS[1:])}. "
+            "With arrival-rate or load the trace is replayed at that rate"
         ),
     ] = None
     trace_speed: Annotated[Rate | None, Meta(description="factor on the trace's arrival rate (default 1)")] = None

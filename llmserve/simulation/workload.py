@@ -8,16 +8,19 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
 from llmserve.request import Request
-from llmserve.simulation.files import UNREADABLE, is_number, open_text
+from llmserve.simulation import trace_files
+from llmserve.simulation.files import UNREADABLE, is_number, open_text, records
 from llmserve.simulation.predictions import Predictions
+from predictor.records import delimiter_of
 
 ARRIVALS_HELP = (
     "poisson | constant | mmpp:RATIO,HIGH_S[,LOW_S] (bursts: Poisson at a high rate for HIGH_S seconds on average, "
@@ -27,7 +30,6 @@ LENGTHS_HELP = (
     "uniform:LO,HI | exponential:MEAN[,MAX] | lognormal:MU,SIGMA[,MAX] (cut off at MAX) | constant:N | "
     "file:PATH[:COLUMN], or of several models: WEIGHT*LENGTHS+WEIGHT*LENGTHS"
 )
-TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 CUT_OFF = ("exponential", "lognormal")  # distributions without a longest length, which take MAX
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
@@ -118,26 +120,41 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
 
 
 def read_lengths(place: str) -> NDArray[np.float64]:
-    """The lengths of PATH[:COLUMN]: a CSV column by name or number, or one number a line.
+    """The lengths of PATH[:COLUMN]: a column of a table by name or number, a field of JSON lines, or one number a line.
 
-    Default column: `output_tokens`, otherwise the last. Raises ConfigError naming the file.
+    Default column: of a trace (trace_files.FORMS) the output tokens, without the requests that have failed; otherwise
+    `output_tokens`, or the last. Raises ConfigError naming the file.
     """
     name, _, column = place.partition(":")
+    first = next((record for _, record in records(name, "lengths file")), None)
+    if not column and trace_files.forms_of(first):
+        return trace_files.read_rows(name).output_tokens
+    is_table = first is None or (isinstance(first, Mapping) and all(isinstance(cell, str) for cell in first.values()))
+    try:
+        cells = _table_cells(name, column) if is_table else _field(name, column or "output_tokens")
+        values = np.array([float(cell) for cell in cells])
+    except (TypeError, ValueError, LookupError) as error:
+        raise ConfigError(f"the lengths file {name!r} has a row without a number in that column") from error
+    if values.size == 0 or not (np.isfinite(values).all() and (values > 0).all()):
+        raise ConfigError(f"the lengths file {name!r} must hold positive finite lengths")
+    return values
+
+
+def _field(name: str, column: str) -> list[Any]:
+    return [record[column] for _, record in records(name, "lengths file")]
+
+
+def _table_cells(name: str, column: str) -> list[str]:
     with open_text(name, "lengths file") as file:
         try:
-            rows = [row for row in csv.reader(file) if row]
+            lines = [line for line in file if line.strip()]
+            rows = list(csv.reader(lines, delimiter=delimiter_of(lines[0]))) if lines else []
         except UNREADABLE as error:
             raise ConfigError(f"cannot read the lengths file {name!r}: {error}") from error
     if not rows:
         raise ConfigError(f"the lengths file {name!r} is empty")
     index, body = _find_column(rows, column, name)
-    try:
-        values = np.array([float(row[index]) for row in body])
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"the lengths file {name!r} has a row without a number in that column") from error
-    if values.size == 0 or not (np.isfinite(values).all() and (values > 0).all()):
-        raise ConfigError(f"the lengths file {name!r} must hold positive finite lengths")
-    return values
+    return [row[index] for row in body]
 
 
 def _find_column(rows: list[list[str]], column: str, name: str) -> tuple[int, list[list[str]]]:
@@ -153,26 +170,12 @@ def _find_column(rows: list[list[str]], column: str, name: str) -> tuple[int, li
 
 
 def read_trace(name: str, count_max: int | None = None) -> Trace:
-    """The first requests, at most count_max, of a CSV file (.gz: compressed) with the columns TRACE_COLUMNS.
+    """The first requests, at most count_max, of a file in one of trace_files.FORMS.
 
-    Raises ConfigError naming the file and the unusable row (its line; 1 is the header).
+    Raises ConfigError naming the file, and the line that cannot be used.
     """
-    rows: list[tuple[float, float, float]] = []
-    last_s = 0.0
-    with open_text(name, "trace") as file:
-        reader = csv.DictReader(file)
-        try:
-            _check_header(reader.fieldnames, name)
-            for row in reader:
-                if count_max is not None and len(rows) == count_max:
-                    break
-                rows.append(_trace_row(row, last_s))
-                last_s = rows[-1][0]
-        except (ValueError, *UNREADABLE) as error:
-            raise ConfigError(f"the trace {name!r}, row {reader.line_num}: {error}") from error
-    if not rows:
-        raise ConfigError(f"the trace {name!r} has no rows")
-    return Trace(*np.array(rows).T)
+    rows = trace_files.read_rows(name, count_max)
+    return Trace(rows.arrivals_s, rows.output_tokens, rows.input_tokens)
 
 
 def replay_faster(trace: Trace, speed: float) -> Trace:
@@ -188,33 +191,6 @@ def replay_at(trace: Trace, rate_per_s: float) -> Trace:
     if math.isinf(trace.rate_per_s):
         raise ConfigError("a trace whose requests all come at once has no rate to scale to an arrival rate or a load")
     return replay_faster(trace, rate_per_s / trace.rate_per_s)
-
-
-def _check_header(header: Sequence[str] | None, name: str) -> None:
-    missing = [column for column in TRACE_COLUMNS if column not in (header or ())]
-    if missing:
-        raise ConfigError(f"the trace {name!r} has no column {', '.join(missing)}; the first row must name the columns")
-
-
-def _trace_row(row: dict[str, str], last_s: float) -> tuple[float, float, float]:
-    """(arrival_s, output_tokens, input_tokens), as in a Trace. Raises ValueError."""
-    arrival_s, input_tokens, output_tokens = [_amount(row[column], column) for column in TRACE_COLUMNS]
-    if output_tokens == 0:
-        raise ValueError("output_tokens must be above 0")
-    if arrival_s < last_s:
-        raise ValueError(f"arrivals must be in order, but {arrival_s} follows {last_s}")
-    return arrival_s, output_tokens, input_tokens
-
-
-def _amount(text: str | None, column: str) -> float:
-    """A number >= 0. text : None in a row that is too short. Raises ValueError naming the column."""
-    try:
-        amount = float(text or "")
-    except ValueError:
-        raise ValueError(f"{column} must be a number, not {text!r}") from None
-    if not 0 <= amount < math.inf:
-        raise ValueError(f"{column} must be finite and at least 0, not {text}")
-    return amount
 
 
 # ---- arrivals ---------------------------------------------------------------------------------------------------
