@@ -15,9 +15,16 @@ ENGINE_HEADER = "x-llmserve-engine"
 
 # A static-batching engine forms its batches by BATCH_HEADER and BATCH_SIZE_HEADER.
 BATCH_SIZE_HEADER = "x-llmserve-batch-size"
-KEPT_HEADERS = frozenset(  # of an engine's answer, lower case: the few that are read
+
+PASSED_HEADERS = frozenset(  # of an engine's answer, lower case: meant for clients, or for proxies on the way to them
     (
-        *(b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding"),
-        *(name.encode() for name in (BIN_HEADER, BATCH_HEADER, QUEUE_HEADER, ENGINE_HEADER, PREDICTED_HEADER)),
+        *(b"cache-control", b"x-accel-buffering", b"retry-after-ms", b"x-should-retry"),
+        *(b"openai-model", b"openai-processing-ms", b"openai-version"),
     )
 )
+KEPT_HEADERS = PASSED_HEADERS.union(  # the few that are read of an engine's answer
+    (b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding"),
+    [name.encode() for name in (BIN_HEADER, BATCH_HEADER, QUEUE_HEADER, ENGINE_HEADER, PREDICTED_HEADER)],
+)
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Of every event stream, unless the engine says otherwise: without them nginx keeps a stream until its end."""

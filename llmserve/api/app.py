@@ -57,7 +57,15 @@ from llmserve.errors import (
     Unavailable,
     model_not_found,
 )
-from llmserve.headers import ASKER_HEADER, BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.headers import (
+    ASKER_HEADER,
+    BATCH_HEADER,
+    BIN_HEADER,
+    ENGINE_HEADER,
+    PREDICTED_HEADER,
+    QUEUE_HEADER,
+    STREAM_HEADERS,
+)
 from llmserve.metrics import Metrics
 from llmserve.request import Call
 from llmserve.settings import ApiConfig
@@ -387,10 +395,12 @@ class _Answer:
             headers += self._account.headers(self._call.model)
         if head.retry_after is not None:
             headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
+        headers += head.headers
         if head.body is not None:
             self._exchange.respond(head.status, headers, head.body)
             return
-        headers.append((b"cache-control", b"no-cache"))
+        told = dict(head.headers)
+        headers += [(name, value) for name, value in STREAM_HEADERS if name not in told]
         self._exchange.start(head.status, headers, None)
         if not head.content_type.startswith(EVENT_STREAM):
             self._exchange.on_silence = None
@@ -422,6 +432,6 @@ class _Answer:
         if in_flight.usage is not None and in_flight.usage.in_parts:
             return
         if not self._exchange.started:
-            headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-cache")]
+            headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
         self._exchange.write(b": %b\n\n" % comment_of(places.of(in_flight), running=in_flight.forwarding is not None))

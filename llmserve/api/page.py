@@ -18,6 +18,7 @@ from llmserve.api.authentication import Keys
 from llmserve.api.job_sums import JobSums
 from llmserve.cluster.watch import Watch
 from llmserve.errors import NotFound, Unauthorized
+from llmserve.headers import STREAM_HEADERS
 from llmserve.lasting import lasting
 
 EVERY_S = 1.0
@@ -27,6 +28,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
 }
+OF_STREAM = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -64,7 +66,7 @@ class PageEndpoints:
     async def events(self, request: Request) -> Response:
         """Server-sent events, one snapshot each; see watch.Snapshot."""
         self._admit(request)
-        return StreamingResponse(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=OF_STREAM)
 
     def _admit(self, request: Request) -> None:
         if self._keys is None:

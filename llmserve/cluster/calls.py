@@ -301,7 +301,7 @@ class Forwarding:
     def _head(self, body: bytes | None) -> Head:
         answer, receipt = self._answer, self.in_flight.receipt
         assert receipt is not None
-        return Head(answer.status, answer.content_type, answer.retry_after, receipt, body)
+        return Head(answer.status, answer.content_type, answer.retry_after, receipt, body, answer.headers)
 
     # ---- how it ends ----
 

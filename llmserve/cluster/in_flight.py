@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from llmserve.engines.engine import Headers
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
@@ -42,13 +43,14 @@ def request_name(request_id: int, call: Call) -> str:
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The status and headers of an answer. body : None when the body follows as a stream."""
+    """The status and headers of an answer. body : None when the body follows as a stream.  headers : the engine's"""
 
     status: int
     content_type: str
     retry_after: str | None
     receipt: Receipt
     body: bytes | None
+    headers: Headers = ()
 
 
 class Client(Protocol):

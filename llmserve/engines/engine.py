@@ -82,6 +82,7 @@ class Passed(msgspec.Struct, frozen=True):
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class Answer(Protocol):
@@ -92,6 +93,7 @@ class Answer(Protocol):
     fault        the engine failed (5xx, 408): the request may run on another engine. 429 is no fault: the engine asks
                  the client to come back later, and says when
     retry_after  printable ASCII, as content_type
+    headers      further ones for the client, with lower-case names
     complete     the whole body has arrived; parts of it may wait to be taken
     served       fields of the receipt that the engine knows better: it is a server of llmserve itself
     """
@@ -100,6 +102,7 @@ class Answer(Protocol):
     fault: bool
     content_type: str
     retry_after: str | None
+    headers: Headers
     served: Mapping[str, Any]
 
     @property

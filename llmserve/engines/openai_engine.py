@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from llmserve.engines.connecting import HttpError, printable
-from llmserve.engines.engine import NOTHING, EngineError, Health, Passed, ServedModel
+from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, ServedModel
 from llmserve.engines.event_stream import Count
 from llmserve.engines.http_client import HttpClient, Response
 from llmserve.engines.lenient_json import read
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
-from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
+from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER, PASSED_HEADERS
 from llmserve.request import Batch, Call, EngineInfo
 
 log = logging.getLogger("llmserve")
@@ -67,7 +67,7 @@ class _OpenApi(msgspec.Struct):
 class HttpAnswer:
     """An answer over HTTP; see engine.Answer."""
 
-    __slots__ = ("_engine", "_response", "content_type", "fault", "retry_after", "status")
+    __slots__ = ("_engine", "_response", "content_type", "fault", "headers", "retry_after", "status")
 
     served: Mapping[str, Any] = NOTHING
 
@@ -76,6 +76,7 @@ class HttpAnswer:
         self.fault = False
         self.content_type = ""
         self.retry_after: str | None = None
+        self.headers: Headers = ()
         self._response = response
         self._engine = engine
 
@@ -106,6 +107,14 @@ class HttpAnswer:
             raise self._unusable("a content-encoding that was not asked for")
         self.content_type = self._header(b"content-type") or "application/json"
         self.retry_after = self._header(b"retry-after")
+        if not PASSED_HEADERS.isdisjoint(response.headers):
+            self.headers = tuple(
+                [
+                    (name, value)
+                    for name, value in response.headers.items()
+                    if name in PASSED_HEADERS and _is_plain(value)
+                ]
+            )
         self.fault = status >= 500 or status == 408  # 408: the engine got no whole request, so it has begun nothing
 
     def _header(self, name: bytes) -> str | None:
@@ -137,6 +146,10 @@ class HttpAnswer:
 
     def _broken(self, error: HttpError) -> EngineError:
         return EngineError(f"engine {self._engine.info.name} broke off its answer: {error}")
+
+
+def _is_plain(value: bytes) -> bool:
+    return value.isascii() and value.decode("ascii").isprintable()
 
 
 def models_of(body: bytes) -> list[ServedModel] | None:

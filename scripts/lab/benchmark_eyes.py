@@ -61,7 +61,7 @@ WHOLE = b'{"id":"a","choices":[{"index":0,"message":{"content":"words"},"finish_
 class StubAnswer:
     """An answer whose parts come one with each turn of the event loop."""
 
-    status, fault, retry_after = 200, False, None
+    status, fault, retry_after, headers = 200, False, None, ()
 
     def __init__(self, parts: list[bytes], on_change: Any) -> None:
         self.content_type = "text/event-stream" if len(parts) > 1 else "application/json"

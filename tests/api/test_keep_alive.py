@@ -292,6 +292,73 @@ async def test_a_stream_outlives_a_proxys_read_timeout(start_front: StartFront, 
     assert ends == [(200, True), (504, False)]
 
 
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+async def test_a_proxy_as_shipped_passes_each_token_on_at_once(start_front: StartFront, tmp_path: Path) -> None:
+    """The engine is silent for ever after three tokens; the proxy would keep them until the end."""
+    async with FakeEngine(step_s=0.0) as engine:
+        front = await start_front(engine, live=LiveConfig(probe_every_s=0.05, keep_alive_s=0.0))
+        engine.fault = Fault("hang", after_tokens=3)
+        async with nginx(front.url, tmp_path, read_timeout_s=60) as url:
+            body = {"model": "fake", "messages": MESSAGES, "max_tokens": 9, "stream": True}
+            async with front.session.post(f"{url}/v1/chat/completions", json=body) as response:
+                told = b""
+                async with asyncio.timeout(30.0):
+                    while told.count(b'"tok ') < 3:
+                        told += await response.content.readany()
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        ("", ("no-cache", "no")),
+        ("x-accel-buffering: yes", ("no-cache", "yes")),
+        ("Cache-Control: no-store", ("no-store", "no")),
+        ("x-accel-buffering: \xff", ("no-cache", "no")),
+    ],
+)
+async def test_every_stream_has_headers_for_proxies_and_the_engines_own_go_first(
+    start_front: StartFront, sent: str, got: tuple[str, str]
+) -> None:
+    events = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    async with LyingEngine(http(events, "content-type: text/event-stream", *[sent][: bool(sent)])) as engine:
+        front = await start_front(engine.url, **SOON)
+        async with front.post(stream=True) as response:
+            headers = response.headers
+            assert await response.read() == events
+        assert (headers["cache-control"], headers["x-accel-buffering"]) == got
+        assert len(headers.getall("cache-control")) == len(headers.getall("x-accel-buffering")) == 1
+
+
+async def test_a_stream_that_begins_with_a_comment_has_them_too(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, **SOON)
+        async with busy(front, engine), front.post(stream=True, max_tokens=1) as response:
+            assert (await response.content.readany()).startswith(b": ")
+            assert (response.headers["cache-control"], response.headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+async def test_of_an_engines_headers_those_for_clients_pass(start_front: StartFront) -> None:
+    told = (
+        "server: nginx/1.2",
+        "x-internal-host: a",
+        "x-should-retry: false",
+        "retry-after-ms: 170",
+        "set-cookie: a=b",
+    )
+    body = b'{"error": {"message": "later"}}'
+    async with LyingEngine(http(body, "openai-version: 2020-10-01", *told, status="400 Bad Request")) as engine:
+        front = await start_front(engine.url)
+        async with front.post() as response:
+            headers = response.headers
+            assert (response.status, await response.read()) == (400, body)
+    assert (headers["x-should-retry"], headers["retry-after-ms"], headers["openai-version"]) == (
+        "false",
+        "170",
+        "2020-10-01",
+    )
+    assert not {"server", "x-internal-host", "set-cookie"} & {name.lower() for name in headers}
+
+
 @asynccontextmanager
 async def nginx(upstream: str, folder: Path, read_timeout_s: int) -> AsyncIterator[str]:
     """A running nginx in front of a server. Yields its base URL."""
