@@ -51,6 +51,7 @@ FAILURES = {  # of the server, not of a client or a limit that does its work
 CUTS = {
     "stalled": ("a client read nothing of its answer", "Raise --client-stall-s, if these clients are only slow"),
     "buffers_full": REFUSALS["buffers_full"],
+    "refused": ("the server had as many connections as it may have", REFUSALS["no_socket"][1]),
 }
 
 

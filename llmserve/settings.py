@@ -317,7 +317,11 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
     buffers_bytes_max: Annotated[
         int,
-        Meta(ge=1, description="bytes of requests and unread answers in memory: beyond, new bodies get status 503"),
+        Meta(
+            ge=1,
+            description="bytes of requests and unread answers in memory. A key (without keys, an address) has at most "
+            "as many as are still free: its further bodies get status 503",
+        ),
     ] = 1 << 30
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
     choices_max: Annotated[

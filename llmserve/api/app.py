@@ -28,7 +28,7 @@ from llmserve.api.aliases import Aliases
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.authentication import Keys
-from llmserve.api.batches import FILES, BatchEndpoints, NoBatches
+from llmserve.api.batches import BATCHES, FILES, BatchEndpoints, NoBatches
 from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
+PEERS, RESPONSES = "/admin/peers", "/v1/responses/"  # the latter and below
+
 
 class Part(Protocol):
     """Adds its endpoints to the application."""
@@ -114,7 +116,8 @@ class App:
         self._cors = cors or None
         self._batches = batches or NoBatches()
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases, traces)
-        keys = key_limits.keys
+        self._keys = keys = key_limits.keys
+        self._keys_of_bodies = {BATCHES: keys if batches is not None else None, PEERS: admin}
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         watching = None if not keys.required else () if admin is None else (admin,)
         page = PageEndpoints(Watch(cluster, meter), watching, batches.sums if batches is not None else None)
@@ -133,6 +136,18 @@ class App:
             self._endpoints.admit(exchange, endpoint)
         elif exchange.method == "POST" and exchange.path == FILES:
             exchange.upload = self._batches.upload(exchange)
+        else:
+            self._admit_body(exchange)
+
+    def _admit_body(self, exchange: Exchange) -> None:
+        """Keep the body of a request for this server only where a handler reads one, and for a right key."""
+        if exchange.path.startswith(RESPONSES):
+            keys: Keys | None = self._keys
+        else:
+            keys = self._keys_of_bodies.get(exchange.path) if exchange.method == "POST" else None
+        exchange.keeps_body = keys is not None
+        if keys is not None:
+            exchange.key = keys.authenticate(exchange.headers.get("authorization"))
 
     def handle(self, exchange: Exchange) -> None:
         if exchange.endpoint is not None:
@@ -172,7 +187,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, parts: Iterable[P
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])
-    app.add_route("/admin/peers", admin.peers, methods=["POST"])
+    app.add_route(PEERS, admin.peers, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in ENDPOINTS:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])

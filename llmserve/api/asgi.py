@@ -24,7 +24,8 @@ class AsgiHandler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, exchange: Exchange) -> None:
-        """Admit every request."""
+        """Admit every request. No body is kept: the paths that are served by this alone take none."""
+        exchange.keeps_body = False
 
     def handle(self, exchange: Exchange) -> None:
         answering = asyncio.get_running_loop().create_task(self._answer(exchange))

@@ -3,11 +3,17 @@
 The connection holds a client to its limits before anything is made of a request:
 
 head    64 KiB and 100 fields at most, complete within 10 s
-body    the size that the handler allows, complete within 60 s; an upload: 60 s without a byte at most
+body    the size that the handler allows, complete within 60 s; an upload: see streamed.py
 answer  written as the client reads; a client that reads nothing for a while is cut off (Server.sweep)
+
+What one read of the socket brings of a body is collected before Python sees any of it, so that a body in chunks of one
+byte costs little more than a body in one piece. A client that sends much reads on in its turn (turns.py).
 
 A client may close its sending side after a request and is still answered. A client that has gone altogether looks the
 same at first: an interim answer (100 Continue) makes its machine say so.
+
+A wish for another protocol (`Upgrade`) is ignored (RFC 9110, 7.8). llhttp, the parser below httptools, then takes what
+follows the head for that protocol's bytes: another parser gets a head without the wish, and reads the body behind that.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import asyncio
 import math
 import socket
 from collections import deque
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
@@ -23,8 +30,17 @@ from urllib.parse import unquote
 import httptools
 
 from llmserve.api.exchange import Exchange
-from llmserve.api.streamed import BODY_S, pass_on
-from llmserve.errors import BadRequest, BodyTooLarge, HeadTooLarge, RequestError, RequestTimeout, Unavailable
+from llmserve.api.streamed import BODY_S, DISK, pass_on
+from llmserve.api.turns import LONG_READ_BYTES
+from llmserve.errors import (
+    BadRequest,
+    BodyTooLarge,
+    HeadTooLarge,
+    MethodNotAllowed,
+    RequestError,
+    RequestTimeout,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from llmserve.api.listening import Server
@@ -32,20 +48,26 @@ if TYPE_CHECKING:
 HEAD_BYTES_MAX = 64 << 10
 FIELDS_MAX = 100
 HEAD_S = 10.0
+UNREAD_BODY_BYTES_MAX = 64 << 10  # of a body that no handler reads
 KEEP_ALIVE_S = 75.0
 LINGER_S = 2.0  # a refused client may still send: without this wait its system would drop the refusal
 GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
 TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has reset the connection
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SINGLE_FIELDS = {"host", "authorization", "x-api-key"}  # another proxy may take the other one of two
+TURN, BEHIND = 1, 2  # why nothing is read: others' turn, requests wait. DISK: see streamed.py
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """Parses requests, and gives each to the server's handler when its turn has come."""
 
     transport: asyncio.Transport
+    on_body: Callable[[bytes], None]
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.peer = ""
+        self.peer = self._address = ""
+        self.holder = ""  # of the bytes that this connection keeps in memory: the client's key, or its address
         self.paused = False
         self.written = 0  # bytes in all answers so far
         self.sent = 0  # bytes that the client's system had taken at the last look
@@ -53,21 +75,21 @@ class Connection(asyncio.Protocol):
         self.due_s = math.inf  # when what the client owes must be complete
         self._heard = -1  # bytes written when the silence of a stream began; -1: no stream is served
         self._quiet_since_s = 0.0
+        self._parts: list[bytes] = []  # of the body, in one read of the socket
+        self.on_body = self._parts.append  # the parser's callback for each chunk
         self._parser = httptools.HttpRequestParser(self)
-        self._head_bytes = self._fields = self._field_bytes = 0
+        self._head_bytes = self._fields = self._field_bytes = self._bodiless_bytes = 0
+        self._framing = b""  # how long the body is, of a request that asks for another protocol
         self._reading: Exchange | None = None  # the request that arrives
         self._has_head = False
         self._serving: Exchange | None = None
         self._waiting: deque[Exchange] = deque()  # complete requests behind the one that is served
         self._deaf = False  # what the client sends is not looked at any more
+        self._unheard = False  # something was not looked at
+        self._held = 0  # reasons for which nothing is read
         self._half_closed = False
         self._closed = False
         self._resumed: asyncio.Future[None] | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is served or has a head: then the connection may be closed."""
-        return self._serving is None and not self._has_head
 
     # ---- the transport's callbacks ----
 
@@ -76,35 +98,84 @@ class Connection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=self.server.limits.buffer_bytes_max)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if peer else ""
+        self._address = self.holder = peer[0] if peer else ""
         self.due_s = self.server.now_s() + HEAD_S
         self.server.opened(self)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.server.turns.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._deaf:
+            self._unheard = True
             return
         if not self._has_head:
-            self._head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True  # the request is answered as if it had not asked for another protocol
-            self.close_when_answered()
-            return
-        except httptools.HttpParserError as error:
-            self.server.malformed(self.peer, error)
-            self._refuse_reading(BadRequest("the request is not HTTP/1.1", code="malformed_request"))
-            return
+            self._head_bytes += nbytes
+        self._parse(self.server.turns.buffer[:nbytes])
+        if self._parts:
+            self._take_body()
+            self._bodiless_bytes = 0
+        elif self._has_head:
+            self._bodiless_bytes += nbytes
         reading = self._reading
-        if reading is None:
+        if reading is not None:
+            self._check_sizes(reading)
+            if reading.error is not None:
+                self._refuse_reading(reading.error)
+            elif reading.expects_continue:
+                self._invite()
+        if nbytes > LONG_READ_BYTES and not self._deaf:
+            self.hold(TURN)
+            self.server.turns.wait(self)
+
+    def _parse(self, data: memoryview) -> None:
+        while not self._deaf:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                if self._framing:
+                    self._begin_body()
+                if not data:
+                    return
+            except httptools.HttpParserError as error:
+                self._fail(error)
+            else:
+                return
+        self._unheard = True
+
+    def _begin_body(self) -> None:
+        """Let a parser that has seen no wish for another protocol read the body."""
+        reading = self._reading
+        assert reading is not None
+        query = reading.query
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % self._framing)
+        self._framing, reading.query = b"", query
+
+    def _fail(self, error: httptools.HttpParserError) -> None:
+        if self._deaf:  # bytes behind the last request
             return
-        if reading.error is None and not self._has_head and self._head_bytes > HEAD_BYTES_MAX:
-            reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
+        self.server.malformed(self.peer, error)
+        if "PRI" in str(error):
+            refusal = BadRequest("this server speaks HTTP/1.1, not HTTP/2", code="http_version")
+        else:
+            refusal = BadRequest("the request is not HTTP/1.1", code="malformed_request")
+        self._parts.clear()
+        self._refuse_reading(refusal)
+
+    def _check_sizes(self, reading: Exchange) -> None:
         if reading.error is not None:
-            self._refuse_reading(reading.error)
+            return
+        if not self._has_head:
+            if self._head_bytes > HEAD_BYTES_MAX:
+                reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
+        elif self._bodiless_bytes > HEAD_BYTES_MAX:
+            reading.error = BadRequest("the body has more around its chunks than in them", code="malformed_request")
 
     def eof_received(self) -> bool:
         """Keep the connection open while a request is served."""
-        if self._serving is None or self._serving.old or self._deaf:
+        if (self._serving is None and not self._waiting) or (self._serving is not None and self._serving.old):
             return False
         self._half_closed = True
         self._ask_whether_gone()
@@ -130,6 +201,8 @@ class Connection(asyncio.Protocol):
     # ---- the parser's callbacks ----
 
     def on_message_begin(self) -> None:
+        if self._framing:
+            return
         self._reading = Exchange(self)
         self._has_head = False
         self._fields = self._field_bytes = 0
@@ -145,21 +218,26 @@ class Connection(asyncio.Protocol):
         assert reading is not None
         self._fields += 1
         self._field_bytes += len(name) + len(value)
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
         if self._fields > FIELDS_MAX:
             reading.error = HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
         elif self._field_bytes > HEAD_BYTES_MAX:
             reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
-        else:
-            reading.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        elif self._has_head:  # behind the last chunk: no field of the request
+            return
+        elif reading.headers.setdefault(key, text) is not text and key in SINGLE_FIELDS:
+            reading.error = BadRequest(f"the request has two fields `{key}`", code="malformed_request")
 
     def on_headers_complete(self) -> None:
         reading, parser = self._reading, self._parser
         assert reading is not None
-        self._has_head, self._head_bytes = True, 0
+        if self._framing:
+            return
+        self._has_head, self._head_bytes, self._bodiless_bytes = True, 0, 0
         reading.method = parser.get_method().decode("latin-1")
         target = reading.query
         if not target.startswith(b"/") or b"#" in target:
-            url = httptools.parse_url(target) if target != b"*" else None
+            url = httptools.parse_url(target) if target != b"*" and reading.method != "CONNECT" else None
             target = (url.path or b"/") + (b"?" + url.query if url.query else b"") if url is not None else b"*"
         path, _, reading.query = target.partition(b"?")
         reading.path = path.decode("latin-1") if b"%" not in path else unquote(path.decode("latin-1"))
@@ -169,44 +247,101 @@ class Connection(asyncio.Protocol):
             reading.error = self._refusal(reading)
         else:
             reading.keep_alive = False
-        if reading.error is None and reading.headers.get("expect", "").lower() == "100-continue":
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.due_s = self.server.now_s() + BODY_S if self._serving is None else math.inf
+        reading.expects_continue = not reading.old and reading.headers.get("expect", "").lower() == "100-continue"
+        if parser.should_upgrade():
+            self._framing = _framing(reading)
+        if self._serving is None:
+            self.due_s = self.server.now_s() + BODY_S
+            if reading.error is None and reading.keeps_body:
+                self.server.busy(self)
+        else:
+            self.due_s = math.inf
 
     def _refusal(self, reading: Exchange) -> RequestError | None:
-        limit = self.server.limits.body_bytes_max
-        length = reading.headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > limit and reading.path not in self.server.limits.streamed:
-            return BodyTooLarge(f"the body is larger than {limit:,} bytes")
+        """Why the request is refused at its head; None: it is not."""
+        headers = reading.headers
+        if reading.method == "CONNECT":
+            reading.keep_alive = False  # what follows is no HTTP
+            return MethodNotAllowed("CONNECT is for proxies")
+        if (coding := headers.get("transfer-encoding")) is not None:
+            if coding.lower() != "chunked":
+                reading.keep_alive = False
+                return BadRequest(f"`transfer-encoding`: must be chunked, not {coding}", code="transfer_encoding")
+            reading.keep_alive = reading.keep_alive and not reading.old
+        length = headers.get("content-length", "")
+        body_bytes = int(length[:20]) if length.isdigit() else 0
+        if body_bytes > self.server.limits.body_bytes_max and reading.path not in self.server.limits.streamed:
+            return self._too_large(reading)
         try:
             self.server.handler.admit(reading)
         except RequestError as error:
             return error
+        reading.holder = self.holder = reading.key or self._address
+        if body_bytes > UNREAD_BODY_BYTES_MAX and not reading.keeps_body:
+            return self._too_large(reading)
         return None
 
-    def on_body(self, part: bytes) -> None:
-        reading, server = self._reading, self.server
+    def _too_large(self, reading: Exchange) -> BodyTooLarge:
+        if reading.keeps_body:
+            return BodyTooLarge(f"the body is larger than {self.server.limits.body_bytes_max:,} bytes")
+        return BodyTooLarge(f"{reading.method} {reading.path} takes no body, and this one is large")
+
+    def _take_body(self) -> None:
+        """Take what one read of the socket brought of the body."""
+        reading, parts = self._reading, self._parts
         assert reading is not None
+        part = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         if reading.error is not None:
             return
+        reading.read += len(part)
         if reading.upload is not None:
             pass_on(self, reading, part)
-            return
-        reading.read += len(part)
-        server.body_bytes += len(part)
-        if reading.read > server.limits.body_bytes_max:
-            reading.error = BodyTooLarge(f"the body is larger than {server.limits.body_bytes_max:,} bytes")
-        elif server.buffered_bytes > server.limits.buffers_bytes_max:
-            reading.error = Unavailable("too many bytes are in flight", code="buffers_full", retry_after_s=1.0)
-        else:
-            reading.add_body(part)
+        elif reading.read > (self.server.limits.body_bytes_max if reading.keeps_body else UNREAD_BODY_BYTES_MAX):
+            reading.error = self._too_large(reading)
+        elif reading.keeps_body:
+            reading.error = self.server.keep(reading, len(part))
+            if reading.error is None:
+                reading.add_body(part)
 
     def on_message_complete(self) -> None:
+        if self._framing:  # the parser takes the body for another protocol's bytes
+            return
+        if self._parts:
+            self._take_body()
         reading, self._reading = self._reading, None
         assert reading is not None
         self._has_head = False
+        self._deaf = not reading.keep_alive
         reading.complete()
         self._queue(reading)
+
+    def _invite(self) -> None:
+        """Ask for the body of a request that waits to be asked, when its turn has come."""
+        reading = self._reading
+        if reading is None or not self._has_head or not reading.expects_continue:
+            return
+        if reading.read:  # the client has not waited
+            reading.expects_continue = False
+        elif self._serving is None and not self._waiting:
+            reading.expects_continue = False
+            self.write(CONTINUE)
+
+    # ---- reading ----
+
+    def hold(self, reason: int) -> None:
+        """Read nothing while there is a reason."""
+        if not self._held and not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._held |= reason
+
+    def release(self, reason: int) -> None:
+        held, self._held = self._held, self._held & ~reason
+        if held and not self._held and not self._closed and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def take_turn(self) -> None:
+        self.release(TURN)
 
     # ---- one request after the other ----
 
@@ -215,7 +350,7 @@ class Connection(asyncio.Protocol):
             self._serve(exchange)
         else:
             self._waiting.append(exchange)
-            self.transport.pause_reading()
+            self.hold(BEHIND)
 
     def _serve(self, exchange: Exchange) -> None:
         self._serving, self.due_s = exchange, math.inf
@@ -229,7 +364,7 @@ class Connection(asyncio.Protocol):
     def _refuse_reading(self, error: RequestError) -> None:
         """Refuse the request that arrives without waiting for its rest, and read nothing more."""
         reading, self._reading = self._reading or Exchange(self), None
-        self._deaf, self._has_head = True, False
+        self._deaf, self._unheard, self._has_head, self._framing = True, True, False, b""
         reading.error, reading.keep_alive = error, False
         self._queue(reading)
 
@@ -244,6 +379,11 @@ class Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._serve_next)
         elif self._half_closed:
             self.transport.close()
+        elif self._reading is not None:  # the next request is on its way
+            self.due_s = self.server.now_s() + (BODY_S if self._has_head else HEAD_S)
+            if not self._has_head or not self._reading.keeps_body:
+                self.server.idled(self)
+            self._invite()
         else:
             self.due_s = self.server.now_s() + KEEP_ALIVE_S
             self.server.idled(self)
@@ -252,7 +392,7 @@ class Connection(asyncio.Protocol):
         if self._waiting and self._serving is None and not self._closed:
             following = self._waiting.popleft()
             if not self._waiting:
-                self.transport.resume_reading()
+                self.release(BEHIND)
             self._serve(following)
 
     # ---- the end of the connection ----
@@ -268,10 +408,11 @@ class Connection(asyncio.Protocol):
 
     def _close_softly(self) -> None:
         """Close after the client has got the last bytes, although it may still be sending."""
-        if not self._deaf or not self.transport.can_write_eof():
+        if not self._unheard or self._half_closed or not self.transport.can_write_eof():
             self.transport.close()
             return
-        self.transport.resume_reading()
+        self._deaf = True
+        self.release(TURN | BEHIND | DISK)
         self.transport.write_eof()
         self.due_s = self.server.now_s() + LINGER_S
 
@@ -302,7 +443,7 @@ class Connection(asyncio.Protocol):
 
     def _ask_whether_gone(self) -> None:
         if self._serving is not None and not self._serving.started:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.write(CONTINUE)
         elif self._serving is not None and self._serving.on_silence is not None:
             self._serving.on_silence()
         loop = asyncio.get_running_loop()
@@ -336,6 +477,17 @@ class Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
+
+
+def _framing(reading: Exchange) -> bytes:
+    """The lines of a head that say how long the body is; empty: there is no body."""
+    if "transfer-encoding" in reading.headers:
+        length = "transfer-encoding: chunked"
+    elif reading.headers.get("content-length", "0").strip("0"):
+        length = f"content-length: {reading.headers['content-length']}"
+    else:
+        return b""
+    return length.encode() if reading.keep_alive else f"connection: close\r\n{length}".encode()
 
 
 def http_date() -> bytes:

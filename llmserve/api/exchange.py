@@ -29,7 +29,10 @@ class Exchange:
     on_end  called once, when the answer is written or the client has gone
     on_gone called when the client has gone before the answer's end
     on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
-    upload      takes the body as it arrives; None: the body is kept in memory
+    upload      takes the body as it arrives; None: the body is kept in memory, if `keeps_body`
+    keeps_body  False: no handler reads the body
+    expects_continue  the client waits to be asked for the body
+    holder      who has the bytes that are kept: the key, or the address
     in_flight   the call that answers the request, while the server has followers (listening.py)
     status      of the answer; 0: none was given
     written     bytes of the answer, when it has ended
@@ -37,8 +40,8 @@ class Exchange:
 
     __slots__ = (
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
-        *("on_silence", "endpoint", "common_headers", "upload"),
-        *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
+        *("on_silence", "endpoint", "common_headers", "upload", "keeps_body", "expects_continue", "holder"),
+        *("_connection", "_head", "_chunked", "ended", "_grown", "started", "read", "kept"),
         *("began_s", "in_flight", "seconds", "status", "written"),
     )
 
@@ -59,8 +62,12 @@ class Exchange:
         self.key = ""  # name of the client's API key
         self.upload: Upload | None = None
         self.started = False  # the head of the answer was given
+        self.keeps_body = True
+        self.expects_continue = False
+        self.holder = ""
         self.read = 0  # bytes of the body so far
-        self._parts: list[bytes] = []
+        self.kept = 0  # of these, in memory
+        self._grown: bytearray | None = None  # the body, while it comes in several parts
         self._head = b""
         self._chunked = False
         self.ended = False
@@ -73,11 +80,16 @@ class Exchange:
     # ---- the request ----
 
     def add_body(self, part: bytes) -> None:
-        self._parts.append(part)
+        if self._grown is not None:
+            self._grown += part
+        elif self.body:
+            self._grown, self.body = bytearray(self.body) + part, b""
+        else:
+            self.body = part
 
     def complete(self) -> None:
-        self.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts = []
+        if self._grown is not None:
+            self.body, self._grown = bytes(self._grown), None
 
     @property
     def peer(self) -> str:
@@ -168,7 +180,8 @@ class Exchange:
     def _finish(self) -> None:
         if not self.ended:
             self.ended, self.on_gone, self.on_silence = True, None, None
-            self._connection.server.body_bytes -= self.read
+            if self.kept:
+                self._connection.server.forget(self)
             if self.upload is not None:
                 self.upload.discard()
             on_end, self.on_end = self.on_end, None

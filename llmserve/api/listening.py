@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import math
+import os
 import socket
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmserve.api.connection import Connection, http_date
+from llmserve.api.answers import error_parts
+from llmserve.api.connection import HEAD_BYTES_MAX, Connection, http_date
 from llmserve.api.exchange import Exchange
-from llmserve.errors import ConfigError, ListenError, RequestError
+from llmserve.api.turns import Turns
+from llmserve.errors import ConfigError, ListenError, RequestError, Unavailable
 
 log = logging.getLogger("llmserve")
 
 ACCEPTS_AT_ONCE = 64
 SWEEP_S = 0.5
 EVICT_AFTER_S = 1.0  # a connection that has just opened may be about to send
+QUEUE_S = 5.0  # for which clients may wait to be accepted
+REFUSALS_MAX = 16  # connections that are refused, until the next sweep
 CLOSE_S, CLOSE_STALL_S = 30.0, 3.0
 LOG_EVERY_S = 10.0
 CONNECTIONS_MAX = 100_000
@@ -62,7 +68,10 @@ class Handler(Protocol):
     """What is done with requests."""
 
     def admit(self, exchange: Exchange) -> None:
-        """Look at a request whose head has arrived. Raises RequestError to refuse the request without its body."""
+        """Look at a request whose head has arrived: who asks, and who takes the body (`keeps_body`, `upload`).
+
+        Raises RequestError to refuse the request without its body.
+        """
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -97,8 +106,8 @@ class DoorLimits:
 class Server:
     """Accepts connections, keeps the sums over them, and cuts off clients that are late.
 
-    At connections_max the connection that is idle for longest makes room; if none is idle, clients wait in the
-    system's queue until a connection ends.
+    At connections_max the connection that is idle for longest makes room. If none is idle, clients wait in the system's
+    queue until a connection ends; when that queue has not been empty for QUEUE_S, those in it get status 503.
     cut         connections that the server closed, by reason
     body_bytes  of all requests in memory
     followers   called with each request that has ended
@@ -114,21 +123,56 @@ class Server:
         self.closing = False
         self.date = http_date()
         self.connections_max = limits.connections_max or _connections_max()
+        self.turns = Turns()
+        self._kept: Counter[str] = Counter()  # bytes of requests in memory, by holder
         self._unread_bytes = 0  # of all answers, at the last sweep
         self._listener = listener
         self._listener.setblocking(False)
         self._idle: OrderedDict[Connection, float] = OrderedDict()  # since when, the longest first
+        self._queued = False  # whether clients waited to be accepted, since the last sweep
+        self._queued_since_s = math.inf  # since when
+        self._refused: deque[socket.socket] = deque()  # their clients still read the refusal
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # makes room for a refusal when no file can be opened
         self._loop = asyncio.get_running_loop()
         self._accepting = False
         self._arriving: set[asyncio.Task[Any]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._sweep_s = min(SWEEP_S, limits.keep_alive_s / 4) if limits.keep_alive_s else SWEEP_S
-        self._malformed_logged_s = -math.inf
+        self._malformed_logged_s = self._files_logged_s = -math.inf
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes of requests, and of answers that their clients have not taken, in memory."""
         return self.body_bytes + self._unread_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limits.buffers_bytes_max - self.buffered_bytes
+
+    def keep(self, exchange: Exchange, size: int) -> RequestError | None:
+        """Count bytes of a body that are kept in memory. Returns the error of a holder that would have too many.
+
+        A holder has no more than what is still free: one alone gets half of the buffers, two a third each. So no client
+        takes all, whatever the others do.
+        """
+        exchange.kept += size
+        self.body_bytes += size
+        self._kept[exchange.holder] += size
+        if self._kept[exchange.holder] <= self.free_bytes:
+            return None
+        return Unavailable(
+            "too many bytes of your requests are in flight (--buffers-bytes-max)",
+            code="buffers_full",
+            retry_after_s=1.0,
+        )
+
+    def forget(self, exchange: Exchange) -> None:
+        """The bytes of a body are not in memory any more."""
+        self.body_bytes -= exchange.kept
+        self._kept[exchange.holder] -= exchange.kept
+        if not self._kept[exchange.holder]:
+            del self._kept[exchange.holder]
+        exchange.kept = 0
 
     def now_s(self) -> float:
         return self._loop.time()
@@ -162,8 +206,11 @@ class Server:
             self._loop.remove_reader(self._listener.fileno())
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
-            if len(self.connections) + len(self._arriving) >= self.connections_max and not self._evict():
+        for number in range(ACCEPTS_AT_ONCE):
+            is_full = len(self.connections) + len(self._arriving) >= self.connections_max and not self._evict()
+            if is_full and number == 0:  # later on the system's queue may be empty
+                self._queued, self._queued_since_s = True, min(self._queued_since_s, self.now_s())
+            if is_full and self.now_s() - self._queued_since_s < QUEUE_S:
                 self._stop_accepting()  # until a connection ends, or the next sweep
                 return
             try:
@@ -171,13 +218,53 @@ class Server:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                log.error("no connection can be accepted: %s", error.strerror)
                 self._stop_accepting()  # until the next sweep
+                self._accept_without_files(error)
                 return
             sock.setblocking(False)
+            if is_full:
+                self._refuse(sock)
+                continue
             arriving = self._loop.create_task(self._connect(sock))
             self._arriving.add(arriving)
             arriving.add_done_callback(self._arriving.discard)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        """Answer a client that is not served. The socket stays open for a moment, for the client may still send."""
+        error = Unavailable("this server has no room for another connection", code="connections_max", retry_after_s=1.0)
+        status, headers, body = error_parts(error)
+        headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        lines = b"".join([b"%b: %b\r\n" % field for field in headers])
+        head = b"HTTP/1.1 %d \r\n%b\r\n" % (status, lines)
+        with contextlib.suppress(OSError):
+            sock.send(head + body)
+            sock.shutdown(socket.SHUT_WR)
+        self.cut["refused"] += 1
+        self._refused.append(sock)
+        self._end_refusals(REFUSALS_MAX)
+
+    def _end_refusals(self, most: int = 0) -> None:
+        while len(self._refused) > most:
+            sock = self._refused.popleft()
+            with contextlib.suppress(OSError):
+                sock.recv(HEAD_BYTES_MAX)  # what is unread when a socket closes would reset the connection
+            sock.close()
+
+    def _accept_without_files(self, error: OSError) -> None:
+        """Refuse the first client in the system's queue, and say why."""
+        if self.now_s() - self._files_logged_s >= LOG_EVERY_S:
+            self._files_logged_s = self.now_s()
+            log.error("no connection can be accepted: %s", error.strerror)
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or self.closing:
+            return
+        self._end_refusals()
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            self._refuse(sock)
+            self._end_refusals()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
 
     async def _connect(self, sock: socket.socket) -> None:
         try:
@@ -241,6 +328,10 @@ class Server:
                 if self.limits.keep_alive_s:
                     connection.break_silence(now_s, self.limits.keep_alive_s)
         self._cut_largest(buffers)
+        self._end_refusals()
+        if not self._queued:
+            self._queued_since_s = math.inf
+        self._queued = False
         self._accept_again()
 
     def _has_stalled(self, connection: Connection, buffered: int, now_s: float) -> bool:
@@ -251,13 +342,15 @@ class Server:
         return now_s - connection.progress_s > stall_s
 
     def _cut_largest(self, buffers: list[tuple[int, Connection]]) -> None:
-        """Cut off the clients that leave most unread, while everything together exceeds the limit."""
+        """Cut off the clients that leave most unread, of each holder that has more than what is free."""
         self._unread_bytes = sum(buffered for buffered, _ in buffers)
-        if self.buffered_bytes > self.limits.buffers_bytes_max:
-            for buffered, connection in sorted(buffers, key=lambda pair: -pair[0]):
-                if self.buffered_bytes <= self.limits.buffers_bytes_max:
-                    break
+        held = self._kept.copy()
+        for buffered, connection in buffers:
+            held[connection.holder] += buffered
+        for buffered, connection in sorted(buffers, key=lambda pair: -pair[0]):
+            if held[connection.holder] > self.free_bytes:
                 self._unread_bytes -= buffered
+                held[connection.holder] -= buffered
                 self._cut(connection, "buffers_full")
 
     def _cut(self, connection: Connection, reason: str) -> None:
@@ -283,6 +376,10 @@ class Server:
             connection.abort()
         if self._sweeping is not None:
             self._sweeping.cancel()
+        self._end_refusals()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
 
 def _connections_max() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ FILE_BYTES_MAX = 200 << 20
 ENVELOPE_BYTES_MAX = 1 << 20  # of the fields and of what is around them
 FIELD_BYTES_MAX = 4096
 FIELDS_MAX = 32
-WAITING_BYTES_MAX = 1 << 20  # that may wait for the disk before the client is held back
+WAITING_BYTES_MAX = 256 << 10  # that may wait for the disk before the client is held back
 FILENAME_CHARS_MAX = 255
 
 
@@ -29,6 +30,7 @@ class Upload:
     """One body that arrives. `feed` parses it; the bytes of its file go to `file`.
 
     on_full   called with True when the client must wait, and with False when it need not any more
+    due_s     when the body must be complete
     fields    the other fields of the body.  filename : of the file; None: there was none yet
     """
 
@@ -43,7 +45,8 @@ class Upload:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.file: Appended | None = None
-        self.on_full: Callable[[bool], None] = lambda full: None
+        self.on_full: Callable[[bool], None] | None = None
+        self.due_s = math.inf
         self._new_file = new_file
         self._parser = MultipartParser(
             boundary,
@@ -86,13 +89,12 @@ class Upload:
         if self._waiting and self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._waiting_bytes > WAITING_BYTES_MAX and not self._full:
-            self._full = True
-            self.on_full(True)
+            self._set_full(True)
 
     def discard(self) -> None:
         """Forget an upload that was not finished. May be called more than once."""
         if not self._discarded and not self._handed:
-            self._discarded = True
+            self._discarded, self.on_full = True, None
             self._waiting.clear()
             if self._writing is None and self.file is not None:
                 self.file.discard()
@@ -105,12 +107,19 @@ class Upload:
             await self._writing
         if self._failure is not None:
             raise self._storage_error(self._failure)
+        if self._discarded:
+            raise BadRequest("the client has left", code="client_left")
         if not self._complete:
             raise BadRequest("the body ends before its last boundary", code="invalid_body")
         if self.file is None or self.filename is None:
             raise BadRequest("`file` is required", param="file", code="missing_required_parameter")
         self._handed = True
         return self.file
+
+    def _set_full(self, full: bool) -> None:
+        if full != self._full and self.on_full is not None:
+            self._full = full
+            self.on_full(full)
 
     @staticmethod
     def _storage_error(error: OSError) -> RequestError:
@@ -123,14 +132,12 @@ class Upload:
                 parts, self._waiting = self._waiting, []
                 self._waiting_bytes = 0
                 await asyncio.to_thread(self.file.write, b"".join(parts))
-                if self._full and self._waiting_bytes <= WAITING_BYTES_MAX:
-                    self._full = False
-                    self.on_full(False)
+                if self._waiting_bytes <= WAITING_BYTES_MAX:
+                    self._set_full(False)
         except OSError as error:
             self._failure = error
             self._waiting.clear()
-            if self._full:
-                self.on_full(False)
+            self._set_full(False)
         finally:
             self._writing = None
             if self._discarded:

@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(front: Front, t
 
 async def test_a_client_that_sends_nothing_more_is_cut_off(front: Front, tmp_path: Path) -> None:
     host, port = front.url.removeprefix("http://").split(":")
-    with mock.patch.object(streamed, "BODY_S", 0.2):
+    with mock.patch.multiple(streamed, BODY_S=0.2, BYTES_PER_S_MIN=1):
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE['content-type']}\r\n"
         head += "content-length: 9999\r\n\r\n"
@@ -153,3 +153,47 @@ async def test_a_wrong_head_is_answered_without_the_body(front: Front) -> None:
     writer.write(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 99999\r\n\r\n")
     assert b" 400 " in await asyncio.wait_for(reader.readline(), 30)
     writer.close()
+
+
+async def test_an_upload_that_trickles_is_cut_off_and_one_at_a_fair_rate_is_not(front: Front, tmp_path: Path) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE['content-type']}\r\ncontent-length: 99999\r\n\r\n"
+    )
+    with mock.patch.object(streamed, "BODY_S", 0.5):
+        answers = []
+        for part in (b"x", b"x" * 4_000):  # 10 bytes a second, 40 kB a second
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + PURPOSE + FILE)
+            for _ in range(20):
+                writer.write(part)
+                await asyncio.sleep(0.1)
+            writer.write(b"x" * 99_999)
+            answers.append(await asyncio.wait_for(reader.readline(), 30))
+            writer.close()
+    assert [line[:12] for line in answers] == [b"HTTP/1.1 408", b"HTTP/1.1 400"], "the second has no last boundary"
+
+
+async def test_a_client_that_leaves_while_the_last_bytes_are_written_leaves_no_traceback(
+    front: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    body = PURPOSE + FILE + b"x" * 5_000 + END
+    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE['content-type']}\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    write, began = Appended.write, False
+
+    def slow(file: Appended, data: bytes) -> None:
+        nonlocal began
+        began = True
+        time.sleep(0.2)
+        write(file, data)
+
+    with mock.patch.object(Appended, "write", slow):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        await until(lambda: began)
+        writer.transport.abort()
+        await until(lambda: kept(tmp_path) == [])
+    await asyncio.sleep(0.05)
+    assert not [record for record in caplog.records if record.exc_info]

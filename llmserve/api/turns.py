@@ -1,0 +1,41 @@
+"""Turns of reading: what one client sends fast is read while others are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmserve.api.connection import Connection
+
+READ_BYTES = 64 << 10  # at most of one connection at once
+LONG_READ_BYTES = 4 << 10  # a longer read ends the connection's turn
+READS_AT_ONCE = 4  # of connections that wait for their turn, in one turn of the event loop
+
+
+class Turns:
+    """Connections that have just sent much wait here, and read on in the order in which they came.
+
+    So all of them together cost each turn of the event loop READS_AT_ONCE reads, however many they are, and the short
+    requests of others are read at once.
+    buffer : every connection reads into it, and is done with it when its callback returns
+    """
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(READ_BYTES))
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Connection] = deque()
+
+    def wait(self, connection: Connection) -> None:
+        """Let the connection read on when its turn comes: Connection.take_turn is called."""
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        turn = [self._waiting.popleft() for _ in range(min(READS_AT_ONCE, len(self._waiting)))]
+        if self._waiting:
+            self._loop.call_soon(self._next)
+        for connection in turn:
+            connection.take_turn()
