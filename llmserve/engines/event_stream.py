@@ -11,10 +11,11 @@ from msgspec import Meta
 
 from llmserve.engines.lenient_json import COUNT_BOUND, read
 
-EVENT_END = re.compile(rb"(?<=\n)\r?\n")
+EVENT_END = re.compile(rb"(?>\r\n|[\r\n])(?:\r\n|[\r\n])")  # lines end with LF, CR LF or CR, also in mixtures
 FINISHED = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # generated text never matches: its quotes are escaped
 CUT = re.compile(rb'"finish_reason"\s*:\s*"length"')
-DONE = re.compile(rb"^data: ?\[DONE\]", re.M)
+DONE = re.compile(rb"(?:^|[\r\n]|\xef\xbb\xbf)data: ?\[DONE\]")
+BOM = b"\xef\xbb\xbf"  # a stream may begin with it
 PARTIAL_BYTES_MAX = 1 << 20
 
 
@@ -207,7 +208,7 @@ def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
 
 def whole_events(data: bytes) -> tuple[bytes, bytes, bool]:
     """What may pass now, the incomplete event that waits for its rest, and whether it was too large to wait."""
-    if data.endswith((b"\n\n", b"\n\r\n")):
+    if data.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
         return data, b"", False
     end = events_end(data)
     if len(data) - end <= PARTIAL_BYTES_MAX:
@@ -216,11 +217,16 @@ def whole_events(data: bytes) -> tuple[bytes, bytes, bool]:
 
 
 def events_end(data: bytes) -> int:
-    """Where the last whole event ends; 0 without one."""
-    end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
+    """Where the last whole event ends; 0 without one. A CR at the end of the data may be the half of a line's end."""
+    end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, data.rfind(b"\r\r") + 2)
+    mixed = data.rfind(b"\n\r", 0, len(data) - 1) + 2
+    if mixed > end and data[mixed] != ord("\n"):
+        end = mixed
+    elif data.startswith(b"\n", end):  # of a CR LF that ends the empty line behind a CR
+        end += 1
     return 0 if end < 3 else end
 
 
 def data_of(event: bytes) -> bytes:
     """The data of an event, without its other lines."""
-    return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    return b"".join(line[5:] for line in event.removeprefix(BOM).splitlines() if line.startswith(b"data:"))

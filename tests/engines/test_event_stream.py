@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmserve.engines.event_stream import Usage, UsageFilter, usage_of
+from llmserve.engines.event_stream import Usage, UsageFilter, data_of, usage_of
 
 FIRST = b'data: {"choices":[{"delta":{"content":"a \\"usage\\" \\n\\n b"}}]}\n\n'
 SECOND = b'data: {"choices":[{"delta":{}}],"usage":null}\n\n'
@@ -166,3 +166,39 @@ def test_an_answer_cut_at_a_limit_is_recognised_by_its_last_event() -> None:
     assert not usage.cut
     usage.feed(END.replace(b"stop", b"length"))
     assert usage.cut
+
+
+# ---- ends of lines ----
+
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
+
+
+@given(st.lists(st.tuples(ENDS, ENDS, st.booleans()), min_size=1, max_size=8))
+def test_events_pass_as_they_come_whatever_ends_their_lines(ends: list[tuple[bytes, bytes, bool]]) -> None:
+    usage, fed, passed = UsageFilter(strip=False), b"", b""
+    for line_end, empty_end, has_comment in ends:
+        event = (b": x" + line_end) * has_comment + FIRST.rstrip(b"\n") + line_end + empty_end
+        if (line_end + empty_end) == b"\r\n":  # one end of a line: no event is complete
+            event = event + b"\n"
+        fed += event
+        passed += usage.feed(event)
+        if not fed.endswith(b"\n\r"):  # which may be half of an empty line
+            assert passed == fed
+    assert passed + usage.flush() == fed
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=40), ENDS)
+def test_only_the_usage_event_is_removed_whatever_ends_lines(cuts: list[int], end: bytes) -> None:
+    def ended(data: bytes) -> bytes:
+        return data.replace(b"\n", end)
+
+    bom = b"\xef\xbb\xbf"
+    assert feed(bom + ended(STREAM), cuts, strip=True) == (bom + ended(FIRST + SECOND + DONE), 7)
+    assert feed(bom + ended(USAGE + DONE), cuts, strip=True)[1] == 7
+    usage = UsageFilter(strip=True)
+    usage.feed(ended(FIRST + DONE))
+    assert (usage.ended, usage.output_tokens) == (True, 1)
+
+
+def test_the_data_of_an_event_is_found_behind_a_byte_order_mark() -> None:
+    assert data_of(b"\xef\xbb\xbfdata: 1\rdata:2\r\n\r\n") == b" 12"

@@ -167,6 +167,8 @@ ODD_EVENTS = (
     TOKEN.replace(b'"tok"', b'"\\ud83d \x01 \xff"') + FINISH + DONE,
     b"\xef\xbb\xbf" + TOKEN + b"data: this is no JSON\n\n" + FINISH + DONE,
     TOKEN + b'data: {"choices": [' + b"[" * 985 + b"]" * 985 + b"]}\n\n" + FINISH + DONE,
+    b"\xef\xbb\xbf" + (TOKEN + FINISH + DONE).replace(b"\n", b"\r"),
+    TOKEN.replace(b"\n", b"\r\n") + TOKEN.replace(b"\n", b"\r") + FINISH + DONE.replace(b"\n", b"\r"),
     TOKEN.replace(b"null", b'""') + FINISH.replace(b"{}", b'{"x": NaN}') + DONE,
 )
 
