@@ -314,7 +314,7 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of requests and keys"""
 
-    body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
+    body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes, also when unpacked")] = 16 << 20
     buffers_bytes_max: Annotated[
         int,
         Meta(
@@ -327,6 +327,11 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     choices_max: Annotated[
         int, Meta(ge=1, description="most answers of one request: `n` times the number of its prompts")
     ] = 128
+    messages_max: Annotated[
+        int, Meta(ge=1, description="most messages, and most parts of their contents, of one request")
+    ] = 8192
+    tools_max: Annotated[int, Meta(ge=1, description="most tools of one request")] = 1024
+    stops_max: Annotated[int, Meta(ge=1, description="most stop strings of one request")] = 64
     concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
     requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests per minute and API key; 0: no limit")] = 0
     fair_by: Annotated[

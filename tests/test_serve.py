@@ -322,13 +322,14 @@ def test_the_import_rules_hold() -> None:
         "llmserve.policy_names": {"llmserve.errors", "llmserve.policies", "llmserve.scheduling"},
         "llmserve.dispatch_config": {"bins", "llmserve.by_model", "llmserve.policies"},
         "llmserve.headers": set(),
+        "llmserve.json_text": set(),
         "llmserve.asker": {"llmserve.errors", "llmserve.headers", "llmserve.request"},
         "llmserve.engines": {
             *("bins", "llmserve.asker", "llmserve.request", "llmserve.errors", "llmserve.extras"),
-            *("llmserve.headers", "llmserve.lasting"),
+            *("llmserve.headers", "llmserve.json_text", "llmserve.lasting"),
         },
         "llmserve.cluster": {
-            *("llmserve.lasting", "llmserve.logs"),
+            *("llmserve.json_text", "llmserve.lasting", "llmserve.logs"),
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
             *("llmserve.policies", "llmserve.private_file", "llmserve.settings", "predictor.prompt"),
         },
@@ -341,7 +342,7 @@ def test_the_import_rules_hold() -> None:
         "predictor.records": {"predictor.errors"},
         "llmserve.jobs": {
             *("llmserve.api", "llmserve.cluster", "llmserve.errors", "llmserve.extras", "llmserve.request"),
-            *("llmserve.lasting", "llmserve.scheduling"),
+            *("llmserve.json_text", "llmserve.lasting", "llmserve.scheduling"),
         },
         "llmserve.api": {
             "llmserve.jobs",
@@ -354,6 +355,7 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.request",
                 "llmserve.errors",
                 "llmserve.headers",
+                "llmserve.json_text",
                 "llmserve.lasting",
                 "llmserve.logs",
                 "llmserve.metrics",

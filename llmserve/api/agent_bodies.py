@@ -12,17 +12,16 @@ import msgspec
 from msgspec import Meta, Raw
 
 from llmserve.api.bodies import (
-    STOPS_MAX,
+    Asked,
     Counted,
-    NotNegative,
-    Positive,
+    Levelled,
     ResponseFormat,
-    strings_of,
+    count_tools,
+    limit_of,
+    stops_of,
     value_or_none,
 )
-
-TURNS_MAX = BLOCKS_MAX = 8192  # in one body
-TOOLS_MAX = 1024
+from llmserve.json_text import Scalar
 
 Turns = list[tuple[str, str]]
 """(role, text) of each turn."""
@@ -32,7 +31,6 @@ class Block(Counted):
     """A part of a content, of either endpoint. content : of the result of a tool"""
 
     field = "the contents"
-    most = BLOCKS_MAX
     plural = "blocks"
     type: str = ""
     text: Raw = Raw()
@@ -41,46 +39,20 @@ class Block(Counted):
     content: Raw = Raw()
 
 
-class AgentTool(Counted):
-    field = "tools"
-    most = TOOLS_MAX
-    plural = "tools"
-
-
 _STRING = msgspec.json.Decoder(str)
-_CONTENT: msgspec.json.Decoder[str | list[Block]] = msgspec.json.Decoder(str | list[Block])
-_TOOLS = msgspec.json.Decoder(list[AgentTool])
+_CONTENT: msgspec.json.Decoder[str | Block | list[str | Block]] = msgspec.json.Decoder(str | Block | list[str | Block])
 
 
 def text_of(content: Raw) -> str:
     """The text of a content: of a string, or of its blocks of text."""
-    value = value_or_none(_CONTENT, content)
-    if value is None or isinstance(value, str):
-        return value or ""
-    texts = [value_or_none(_STRING, block.text) for block in value]
+    texts = [block if isinstance(block, str) else value_or_none(_STRING, block.text) for block in blocks_of(content)]
     return " ".join([text for text in texts if text is not None])
 
 
-class _AgentBody(msgspec.Struct, kw_only=True):
-    """What both endpoints have, and what completions have but neither of these; see Body."""
-
-    prompt_field: ClassVar[str]
-    n: ClassVar[int | None] = None
-    stream_options: ClassVar[Raw] = Raw()
-    truncate_prompt_tokens: ClassVar[Raw] = Raw()
-    output_tokens_certain: ClassVar[int] = 1
-    model: str
-    stream: bool | None = None
-    tools: Raw = Raw()
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-
-    def output_tokens_min(self, most: int | None) -> int | None:
-        return None
-
-    @property
-    def tools_count(self) -> int:
-        listed = value_or_none(_TOOLS, self.tools)
-        return len(listed) if listed is not None else 0
+def blocks_of(content: Raw) -> list[str | Block]:
+    """The blocks of a content; none of what has another form."""
+    value = value_or_none(_CONTENT, content)
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 # ---- /v1/responses --------------------------------------------------------------------------------------------------
@@ -90,10 +62,9 @@ class Item(Counted):
     """An item of the input: a message, a call of a tool, or its output. input : of a tool that takes free text"""
 
     field = "input"
-    most = TURNS_MAX
     plural = "items"
     type: str = "message"
-    role: str = ""
+    role: str | None = None
     content: Raw = Raw()
     arguments: Raw = Raw()
     input: Raw = Raw()
@@ -119,20 +90,28 @@ class _TextSettings(msgspec.Struct):
 _TEXT_SETTINGS = msgspec.json.Decoder(_TextSettings)
 
 
-class ResponseBody(_AgentBody, kw_only=True):
-    prompt_field = "input"
+class ResponseBody(Levelled, kw_only=True):
+    prompt_field: ClassVar[str] = "input"
+    answers: ClassVar[int] = 1
+    truncates: ClassVar[bool] = False
+    output_tokens_certain: ClassVar[int] = 1
     input: Raw = Raw()
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    instructions: Scalar = None
+    max_output_tokens: Scalar = None
     previous_response_id: str | None = None
     text: Raw = Raw()
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    service_tier: str | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    tools: Raw = Raw()
+
+    def output_tokens_min(self, most: int | None) -> int | None:
+        return None
+
+    @property
+    def tools_count(self) -> int:
+        return count_tools(self.tools)
 
     @property
     def output_tokens_max(self) -> int | None:
-        return self.max_output_tokens
+        return limit_of(self.max_output_tokens)
 
     @property
     def format(self) -> str:
@@ -154,45 +133,50 @@ class ResponseBody(_AgentBody, kw_only=True):
 
 
 class AgentMessage(Counted):
-    most = TURNS_MAX
     plural = "messages"
-    role: str
+    role: str | None = None
     content: Raw = Raw()
 
     @property
     def turns(self) -> Turns:
         """The message as turns: the results of tools are apart from what the user says."""
-        value = value_or_none(_CONTENT, self.content) or ""
-        if isinstance(value, str):
-            return [(self.role, value)]
         own, results = [], []
-        for block in value:
-            if block.type in ("tool_result", "mcp_tool_result"):
+        for block in blocks_of(self.content):
+            if isinstance(block, str):
+                own.append(block)
+            elif block.type in ("tool_result", "mcp_tool_result"):
                 results.append(text_of(block.content))
             else:
                 text = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)
                 own.append(text if text is not None else bytes(block.input).decode(errors="replace"))
         turns = [("tool", " ".join(results))] if results else []
-        return [*turns, (self.role, " ".join(own))] if own else turns
+        return [*turns, (self.role or "", " ".join(own))] if own else turns
 
 
-class MessagesBody(_AgentBody, kw_only=True):
-    prompt_field = "messages"
+class MessagesBody(Asked, kw_only=True):
+    prompt_field: ClassVar[str] = "messages"
+    answers: ClassVar[int] = 1
+    truncates: ClassVar[bool] = False
+    output_tokens_certain: ClassVar[int] = 1
     previous_response_id: ClassVar[str] = ""
-    service_tier: ClassVar[str] = ""  # Anthropic's tiers are not OpenAI's
-    priority: ClassVar[int] = 0
+    tier: ClassVar[str] = ""  # Anthropic's tiers are not OpenAI's
+    level: ClassVar[int] = 0
     messages: Annotated[list[AgentMessage], Meta(min_length=1)]
-    max_tokens: NotNegative | None = None  # the engine says that it is required
+    max_tokens: Scalar = None  # the engine says that it is required
     system: Raw = Raw()
     stop_sequences: Raw = Raw()
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    tools: Raw = Raw()
+
+    def output_tokens_min(self, most: int | None) -> int | None:
+        return None
+
+    @property
+    def tools_count(self) -> int:
+        return count_tools(self.tools)
 
     @property
     def output_tokens_max(self) -> int | None:
-        return None if self.max_tokens is None else max(1, self.max_tokens)
+        return limit_of(self.max_tokens)
 
     def stops(self) -> tuple[str, ...]:
-        if not self.stop_sequences:
-            return ()
-        stops = strings_of("stop_sequences", self.stop_sequences, STOPS_MAX, "stop sequences")
-        return (stops,) if isinstance(stops, str) else tuple(stops or ())
+        return stops_of("stop_sequences", self.stop_sequences)

@@ -5,7 +5,7 @@ The body goes to the engine as it came, but for the value of `model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from llmserve.api.form_data import read_form
 from llmserve.api.raw_views import place_of
+from llmserve.errors import BadRequest
+from llmserve.json_text import readable_numbers
 from llmserve.request import Call
 
 
@@ -46,11 +48,19 @@ class Aliases:
         return {name: model for name, model in first.items() if model and name not in there}
 
 
+def of_only_model(call: Call, models: Sequence[str]) -> Call:
+    """A call that names no model, for the only model that there is. Raises BadRequest."""
+    if len(models) != 1:
+        raise BadRequest("`model` is required", param="model", code="missing_required_parameter")
+    return replace(call, prompt=replace(call.prompt, model=models[0]))
+
+
 def with_model(call: Call, model: str) -> Call:
     """The call for another model: the value of `model` is exchanged in its body, and no other byte."""
     if call.content_type:
         place, value = read_form(call.body, call.content_type).places["model"], model.encode()
     else:
-        place, value = place_of(_BODY.decode(call.body).model, call.body), msgspec.json.encode(model)
+        text = readable_numbers(call.body)
+        place, value = place_of(_BODY.decode(text).model, text), msgspec.json.encode(model)
     body = call.body[: place.start] + value + call.body[place.stop :]
     return replace(call, body=body, prompt=replace(call.prompt, model=model))

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.admin import AdminEndpoints
-from llmserve.api.aliases import Aliases
+from llmserve.api.aliases import Aliases, of_only_model
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.authentication import Keys
@@ -36,7 +36,7 @@ from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
 from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
-from llmserve.api.parse import CallParser
+from llmserve.api.parse import CallParser, limits_of
 from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
@@ -49,7 +49,6 @@ from llmserve.cluster.places import Places
 from llmserve.cluster.watch import Meter, Watch
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import (
-    BadRequest,
     ConfigError,
     MethodNotAllowed,
     NotFound,
@@ -238,7 +237,7 @@ class _Endpoints:
         self._fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
         self._aliases = Aliases(aliases, cluster.fleet.is_up)
         self._has_aliases = bool(aliases)
-        self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
+        self._parser = CallParser(limits_of(config))
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
     # ---- requests to engines ----
@@ -278,7 +277,7 @@ class _Endpoints:
     def _submit(self, call: Call, exchange: Exchange) -> None:
         account = self._key_limits.account(exchange.key)
         if not call.model:
-            call = self._of_only_model(call)
+            call = of_only_model(call, list(self._cluster.models))
         elif self._has_aliases:
             call = self._aliases.resolved(call)
         if exchange.key == DOOR:
@@ -312,13 +311,6 @@ class _Endpoints:
         if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
             return call
         return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
-
-    def _of_only_model(self, call: Call) -> Call:
-        """The call for the only model that there is: some endpoints leave the model out. Raises BadRequest."""
-        models = list(self._cluster.models)
-        if len(models) != 1:
-            raise BadRequest("`model` is required", param="model", code="missing_required_parameter")
-        return replace(call, prompt=replace(call.prompt, model=models[0]))
 
     # ---- models ----
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve.api.limits import KeyLimits
-from llmserve.api.parse import CallParser
+from llmserve.api.parse import CallParser, limits_of
 from llmserve.api.shares import shared_by
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError
@@ -38,7 +38,7 @@ def open_jobs(
 
     home = Path(state).expanduser() if state is not None else Path()
     fair = shared_by(config.limits.fair_by, keys=key_limits.keys.required) != "none"
-    parser = CallParser(prompt_chars_max=config.limits.prompt_chars_max, choices_max=config.limits.choices_max)
+    parser = CallParser(limits_of(config.limits))
     return opened(
         jobs.store or sqlite_url(home / FILE),
         Path(jobs.store_folder) if jobs.store_folder is not None else home / FOLDER,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from llmserve.api.aliases import of_only_model
 from llmserve.api.limits import Account, KeyCharge, KeyLimits
 from llmserve.api.parse import CallParser
 from llmserve.cluster.answer_forms import COMPLETION
@@ -115,6 +116,8 @@ class LineDoor:
         call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
         if not client.is_in_flight:  # its window has closed, or its batch was cancelled
             return lambda: None
+        if not call.model:
+            call = of_only_model(call, list(self._cluster.models))
         call = self._as_line(call, account, self._deadline_s(expires_at), after_tokens)
         check_served(call, self._cluster)
         if call.form is not COMPLETION:

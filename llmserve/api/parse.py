@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw
 
-from llmserve.api.bodies import OPTIONS, PROMPTS_MAX, Body, StreamOptions, read_body, value_of
+from llmserve.api.bodies import OPTIONS, Body, BodyLimits, StreamOptions, read_body, unreadable, value_or_none
 from llmserve.api.endpoints import ENDPOINTS, AnswerBody, Answers, Endpoint, FormFile, PromptFields
 from llmserve.api.form_data import read_form
 from llmserve.api.prompts import ReadPrompt
@@ -19,8 +20,12 @@ from llmserve.api.raw_views import place_of
 from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
+from llmserve.json_text import truth_of, without_bom
 from llmserve.request import Call
 from predictor.prompt import Prompt
+
+if TYPE_CHECKING:
+    from llmserve.settings import ApiConfig
 
 FORWARDED_CHARS_MAX = 256
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
@@ -31,13 +36,10 @@ THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
 
 
 class CallParser:
-    """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop.
+    """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop."""
 
-    prompt_chars_max : characters, or token ids, of a prompt.  choices_max : answers of one request
-    """
-
-    def __init__(self, *, prompt_chars_max: int, choices_max: int) -> None:
-        self._prompt_chars_max, self._choices_max = prompt_chars_max, choices_max
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
         self._gate = asyncio.Lock()
 
     def is_large(self, data: bytes) -> bool:
@@ -45,9 +47,7 @@ class CallParser:
 
     def parse(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
         """As parse_call."""
-        return parse_call(
-            path, data, prompt_chars_max=self._prompt_chars_max, choices_max=self._choices_max, headers=headers
-        )
+        return parse_call(path, data, self._limits, headers)
 
     async def parse_large(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
         """As parse_call, in a thread."""
@@ -55,21 +55,22 @@ class CallParser:
             return await asyncio.to_thread(self.parse, path, data, headers)
 
 
-def parse_call(
-    path: str,
-    data: bytes,
-    *,
-    prompt_chars_max: int,
-    choices_max: int = PROMPTS_MAX,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> Call:
+def limits_of(config: ApiConfig) -> BodyLimits:
+    return BodyLimits(**{name: getattr(config, name) for name in BodyLimits.__struct_fields__})
+
+
+def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = MappingProxyType({})) -> Call:
     """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
     endpoint = ENDPOINTS[path]
     reads = endpoint.reads
     if isinstance(reads, Answers):
-        return _answers_call(endpoint, reads, data, headers, prompt_chars_max, choices_max)
-    read = _read_form(reads, data, headers) if isinstance(reads, FormFile) else _read_fields(reads, data)
-    _check_length(reads.field, read.prompt, prompt_chars_max)
+        return _answers_call(endpoint, reads, without_bom(data), limits, headers)
+    if isinstance(reads, FormFile):
+        read = _read_form(reads, data, headers)
+    else:
+        data = without_bom(data)
+        read = _read_fields(reads, data, limits)
+    _check_length(reads.field, read.prompt, limits)
     return Call(
         path=path,
         body=data,
@@ -87,29 +88,24 @@ def parse_call(
 
 
 def _answers_call(
-    endpoint: Endpoint,
-    reads: Answers,
-    data: bytes,
-    headers: Mapping[str, str],
-    prompt_chars_max: int,
-    choices_max: int,
+    endpoint: Endpoint, reads: Answers, data: bytes, limits: BodyLimits, headers: Mapping[str, str]
 ) -> Call:
-    body = read_body(reads.decoder, data)
+    body: AnswerBody
+    body, text = read_body(reads.decoder, data, limits)
     output_tokens_max = body.output_tokens_max
     read = reads.read(body, body.stops(), output_tokens_max)
-    _check_length(body.prompt_field, read, prompt_chars_max)
-    choices, ids, least = (body.n or 1) * read.prompts, read.ids, body.output_tokens_certain
-    if choices > choices_max:
-        raise _too_many_choices(body, read, choices_max)
-    if body.truncate_prompt_tokens:
+    _check_length(body.prompt_field, read, limits)
+    choices, ids, least = body.answers * read.prompts, read.ids, body.output_tokens_certain
+    if choices > limits.choices_max:
+        raise _too_many_choices(body, read, limits.choices_max)
+    if body.truncates:
         ids = 0
-    stream, usage_added = bool(body.stream), False
-    if isinstance(body, Body):
-        options = _options(body, stream=stream)
-        usage_added = stream and not (options is not None and options.include_usage)
+    stream, usage_added, sent = body.streams, False, data
+    if stream and isinstance(body, Body) and _lacks_usage(body):
+        usage_added, sent = True, _with_usage(data, text, body.stream_options)
     return Call(
         path=endpoint.path,
-        body=_with_usage(data, body.stream_options) if usage_added else data,
+        body=sent,
         prompt=read.prompt,
         stream=stream,
         usage_added=usage_added,
@@ -124,8 +120,8 @@ def _answers_call(
         context_min=math.ceil(ids / read.prompts) + least,
         headers=_forwarded(headers, endpoint.headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
-        tier=body.service_tier or "",
-        priority=body.priority or 0,
+        tier=body.tier,
+        priority=body.level,
         receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
         form=endpoint.form,
         previous=body.previous_response_id or "",
@@ -147,9 +143,9 @@ class _Read(msgspec.Struct):
     content_type: str = ""
 
 
-def _read_fields(reads: PromptFields, data: bytes) -> _Read:
+def _read_fields(reads: PromptFields, data: bytes, limits: BodyLimits) -> _Read:
     """Read how long the prompt is: of text the characters of its JSON, else the number of its token ids."""
-    body = read_body(reads.decoder, data)
+    body, _ = read_body(reads.decoder, data, limits)
     chars, ids, opening = 0, 0, ""
     for field in reads.fields:
         value = bytes(getattr(body, field))
@@ -175,7 +171,8 @@ def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Rea
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 
-def _check_length(field: str, read: ReadPrompt, most: int) -> None:
+def _check_length(field: str, read: ReadPrompt, limits: BodyLimits) -> None:
+    most = limits.prompt_chars_max
     if read.chars > most:
         raise _too_long(field, read.chars, "characters", most)
     if read.ids > most:  # a token has one character at least
@@ -184,46 +181,48 @@ def _check_length(field: str, read: ReadPrompt, most: int) -> None:
 
 def _too_long(field: str, count: int, unit: str, most: int) -> BadRequest:
     return BadRequest(
-        f"the prompt has {count:,} {unit}; at most {most:,} are allowed", param=field, code="context_length_exceeded"
+        f"the prompt has {count:,} {unit}; at most {most:,} are allowed (--prompt-chars-max)",
+        param=field,
+        code="context_length_exceeded",
     )
 
 
 def _too_many_choices(body: AnswerBody, read: ReadPrompt, most: int) -> BadRequest:
-    n = body.n or 1
-    param = "n" if n > 1 else "prompt"
-    return BadRequest(
-        f"`{param}`: {n:,} answers to each of {read.prompts:,} prompts are more than {most:,} in all",
-        param=param,
-        code="invalid_value",
+    n = body.answers
+    return unreadable(
+        "n" if n > 1 else "prompt",
+        f"{n:,} answers to each of {read.prompts:,} prompts are more than {most:,} in all (--choices-max)",
     )
 
 
-def _options(body: Body, *, stream: bool) -> StreamOptions | None:
+def _lacks_usage(body: Body) -> bool:
+    """Whether a stream would end without the counts of its tokens. False for options that the engine must reject.
+
+    Raises BadRequest.
+    """
     raw = body.stream_options
     if not raw:
-        return None
+        return True
     if len(memoryview(raw)) > OPTIONS_BYTES_MAX:
-        raise BadRequest(
-            f"`stream_options`: more than {OPTIONS_BYTES_MAX:,} bytes", param="stream_options", code="invalid_value"
-        )
-    options: StreamOptions | None = value_of("stream_options", OPTIONS, raw)
-    if options is not None and not stream:
-        raise BadRequest("stream_options is only allowed with stream = true", param="stream_options")
-    return options
+        raise unreadable("stream_options", f"more than {OPTIONS_BYTES_MAX:,} bytes")
+    options: StreamOptions | None = value_or_none(OPTIONS, raw)
+    if options is None:
+        return bytes(raw) == b"null"
+    return options.include_usage is None or truth_of(options.include_usage) is False
 
 
-def _with_usage(data: bytes, options: Raw) -> bytes:
+def _with_usage(data: bytes, text: bytes, options: Raw) -> bytes:
     """Return the body with stream_options.include_usage = true; all other bytes stay the same.
 
-    options : the view of the field in `data`; empty if absent.
+    text : of which `options` is a view, of the same length as `data`.  options : empty if absent
     vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
     """
     if not options:
         start = data.index(b"{") + 1
         return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
-    changed = {**(json.loads(bytes(options)) or {}), "include_usage": True}
+    place = place_of(options, text)
+    changed = {**(json.loads(data[place]) or {}), "include_usage": True}
     changed.pop("continuous_usage_stats", None)
-    place = place_of(options, data)
     return data[: place.start] + json.dumps(changed).encode() + data[place.stop :]
 
 

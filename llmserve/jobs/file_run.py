@@ -18,6 +18,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import CallParser
 from llmserve.cluster.answer_forms import COMPLETION
 from llmserve.cluster.in_flight import Head, Receipt
@@ -83,7 +84,7 @@ class FileRun:
         self._changed = asyncio.Event()
         self._trouble: OSError | None = None
         self._paused_until_s = 0.0
-        self._parser = CallParser(prompt_chars_max=1 << 30, choices_max=1 << 20)
+        self._parser = CallParser(BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30)))
         self._feeder = Feeder()
 
     def seconds_left(self) -> float | None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
 from llmserve.jobs.contract import LineError
@@ -160,7 +161,7 @@ def _describe(record: Any, checker: _Checker, number: int, line: Line) -> int:
     """
     task = checker.task
     try:
-        call = parse_call(task.endpoint, bytes(line.body), prompt_chars_max=task.prompt_chars_max)
+        call = parse_call(task.endpoint, bytes(line.body), BodyLimits(prompt_chars_max=task.prompt_chars_max))
     except BadRequest:
         return 0
     if call.stream:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from bench.arguments import add_results, parser_of
 from bench.results import day_and_machine, rounded, write_json
 from bench.tables import show
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
 
@@ -99,7 +101,7 @@ def parser_at(revision: str) -> Parser:
     sys.modules[module.__name__] = module
     exec(compile(source, f"{revision}:parse.py", "exec"), module.__dict__)
     parser: Parser = module.__dict__["parse_call"]
-    return parser
+    return partial(parser, prompt_chars_max=1_000_000)
 
 
 def cpu_s(parser: Parser, path: str, data: bytes, times: int = 1) -> tuple[float, str]:
@@ -108,7 +110,7 @@ def cpu_s(parser: Parser, path: str, data: bytes, times: int = 1) -> tuple[float
     began_s = time.process_time()
     for _ in range(times):
         try:
-            parser(path, data, prompt_chars_max=1_000_000)
+            parser(path, data)
         except BadRequest as error:
             answer = error.message[:100]
     return (time.process_time() - began_s) / times, answer
@@ -121,7 +123,7 @@ def measure(before: Parser, rounds: int) -> list[dict[str, Any]]:
         seconds: dict[str, list[float]] = {"before": [], "after": []}
         answers: dict[str, str] = {}
         for number in range(rounds):
-            both = [("before", before), ("after", parse_call)]
+            both = [("before", before), ("after", partial(parse_call, limits=BodyLimits()))]
             for label, parser in both if number % 2 == 0 else both[::-1]:
                 cost_s, answers[label] = cpu_s(parser, path, data, times)
                 seconds[label].append(1e3 * cost_s)

@@ -23,6 +23,7 @@ from bench.progress import log
 from bench.results import machine, write_json
 from bench.tables import show
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import parse_call
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
@@ -57,7 +58,7 @@ def fill(cluster: LiveCluster, requests: int) -> None:
     """Queue requests of different texts."""
     for number in range(requests):
         body = {"model": "fake", "messages": [{"role": "user", "content": f"Say {number}."}], "max_tokens": 4_000}
-        call = parse_call("/v1/chat/completions", msgspec.json.encode(body), prompt_chars_max=10_000)
+        call = parse_call("/v1/chat/completions", msgspec.json.encode(body), BodyLimits(prompt_chars_max=10_000))
         cluster.submit(call, Unread())
 
 

@@ -18,6 +18,7 @@ from api.claude_conversation import CLAUDE
 from api.codex_conversation import CODEX, QUESTION
 from front import Front, StartFront
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import parse_call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -82,7 +83,7 @@ def output_tokens(front: Front) -> list[float]:
 def test_the_predictor_gets_what_the_user_asked_and_not_what_tools_said(
     path: str, data: bytes, text: str, system: str
 ) -> None:
-    call = parse_call(path, data, prompt_chars_max=100_000)
+    call = parse_call(path, data, BodyLimits(prompt_chars_max=100_000))
     assert (call.prompt.text, call.prompt.system) == (text, system)
     assert call.prompt.tools == len(json.loads(data)["tools"])
     assert call.prompt.history_characters > 10
@@ -96,9 +97,9 @@ def test_the_predictor_gets_what_the_user_asked_and_not_what_tools_said(
     ],
 )
 def test_what_tools_are_asked_and_say_is_history(path: str, data: bytes, said: list[str]) -> None:
-    whole = parse_call(path, data, prompt_chars_max=100_000).prompt.history_characters
+    whole = parse_call(path, data, BodyLimits(prompt_chars_max=100_000)).prompt.history_characters
     for text in said:
-        shorter = parse_call(path, data.replace(text.encode(), b""), prompt_chars_max=100_000)
+        shorter = parse_call(path, data.replace(text.encode(), b""), BodyLimits(prompt_chars_max=100_000))
         assert shorter.prompt.history_characters == whole - len(text), text
 
 

@@ -81,10 +81,10 @@ async def test_wrong_input_raises_the_official_clients_exceptions(start_front: S
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         with pytest.raises(openai.BadRequestError) as bad:
-            await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=0)
+            await client(front).chat.completions.create(model="fake", messages=MESSAGES, n=1000)
         with pytest.raises(openai.NotFoundError) as missing:
             await client(front).chat.completions.create(model="other", messages=MESSAGES)
-    assert (bad.value.param, bad.value.type) == ("max_tokens", "invalid_request_error")
+    assert (bad.value.param, bad.value.type) == ("n", "invalid_request_error")
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmserve.api.bodies import BodyLimits
 from llmserve.api.endpoints import ENDPOINTS
 from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
@@ -29,7 +30,7 @@ VALUES = st.recursive(
 
 
 def parse(path: str, **fields: Any) -> Call:
-    return parse_call(path, json.dumps({"model": "m", **fields}).encode(), prompt_chars_max=1000)
+    return parse_call(path, json.dumps({"model": "m", **fields}).encode(), BodyLimits(prompt_chars_max=1000))
 
 
 @given(path=st.sampled_from(sorted(ENDPOINTS)), fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
@@ -37,7 +38,7 @@ def parse(path: str, **fields: Any) -> Call:
 def test_any_body_is_read_or_refused(path: str, fields: dict[str, Any]) -> None:
     data = json.dumps({"model": "m", **fields}).encode()
     with contextlib.suppress(BadRequest):
-        call = parse_call(path, data, prompt_chars_max=1000)
+        call = parse_call(path, data, BodyLimits(prompt_chars_max=1000))
         assert call.form is ENDPOINTS[path].form
         assert call.prompt_ids >= 0
 
@@ -47,18 +48,19 @@ def test_any_bytes_are_read_or_refused(path: str, data: bytes, boundary: str) ->
     headers = {"content-type": f"multipart/form-data; boundary={boundary}"}
     for body in (data, b"--x\r\n" + data + b"\r\n--x--"):
         with contextlib.suppress(BadRequest):
-            parse_call(path, body, prompt_chars_max=1000, headers=headers)
+            parse_call(path, body, BodyLimits(prompt_chars_max=1000), headers=headers)
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
         ("/v1/responses", {"input": "x" * 1001}, "input"),
-        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"max_output_tokens": {}}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x", "priority": "soon"}, "priority"),
         ("/v1/messages", {"max_tokens": 5}, "messages"),
         ("/v1/messages", {"messages": []}, "messages"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 1001}]}, "messages"),
-        ("/v1/messages", {"messages": [{"role": "user"}], "stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ("/v1/messages", {"messages": [{"role": "user"}], "stop_sequences": ["x"] * 65}, "stop_sequences"),
         ("/v1/embeddings", {"input": "x" * 1001}, "input"),
         ("/v1/embeddings", {"input": list(range(1001))}, "input"),
         ("/v1/embeddings", {"model": 7}, "model"),

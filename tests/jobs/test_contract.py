@@ -156,7 +156,7 @@ async def test_a_batch_of_no_file_is_refused(client: openai.AsyncOpenAI) -> None
 
 
 async def test_a_request_that_is_refused_is_in_the_error_file_and_stops_no_other(client: openai.AsyncOpenAI) -> None:
-    requests = [request(0), request(1, temperature=7), request(2, model="unknown"), request(3)]
+    requests = [request(0), request(1, n=1000), request(2, model="unknown"), request(3)]
     batch = await ended(client, await create(client, jsonl(requests)))
     assert batch.status == "completed"
     assert batch.request_counts is not None
@@ -164,7 +164,7 @@ async def test_a_request_that_is_refused_is_in_the_error_file_and_stops_no_other
     assert {row["custom_id"] for row in await rows(client, batch.output_file_id)} == {"request-0", "request-3"}
     errors = {row["custom_id"]: row for row in await rows(client, batch.error_file_id)}
     assert errors["request-1"]["response"]["status_code"] == 400
-    assert errors["request-1"]["response"]["body"]["error"]["param"] == "temperature"
+    assert errors["request-1"]["response"]["body"]["error"]["param"] == "n"
     assert errors["request-2"]["response"]["status_code"] == 404
     assert {row["error"] for row in errors.values()} == {None}
 

@@ -15,6 +15,7 @@ import msgspec
 
 from llmserve.engines.embedded.sampling import Sampling
 from llmserve.errors import BadRequest
+from llmserve.json_text import count_of, truth_of
 
 _STOP_STRINGS_MAX = 4
 _TOP_K_MAX = 1 << 30  # more than any vocabulary, and an integer that a tensor can hold
@@ -89,9 +90,9 @@ def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> CompletionCall:
     """Check a body and fill in the model's defaults. Raises BadRequest, naming the field."""
     fields = _Fields(_object(raw))
     fields.refuse_unsupported()
-    max_tokens = fields.integer("max_tokens", 1)
-    if chat and (newer := fields.integer("max_completion_tokens", 1)) is not None:
-        max_tokens = newer
+    max_tokens = fields.limit("max_tokens")
+    if chat and fields.get("max_completion_tokens") is not None:
+        max_tokens = fields.limit("max_completion_tokens")
     stream = fields.flag("stream")
     options = fields.mapping("stream_options")
     if options is not None and not stream:
@@ -131,17 +132,26 @@ class _Fields:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int):
+        value = count_of(value) if isinstance(value, int | float | str) else None
+        if value is None:
             raise BadRequest(f"{name} must be an integer", param=name)
         if low is not None and value < low:
             raise BadRequest(f"{name} must be at least {low}, not {value}", param=name)
         return value
 
+    def limit(self, name: str) -> int | None:
+        """A limit of tokens; None for none, also when it is -1, as llama.cpp has it."""
+        limit = self.integer(name, -1)
+        if limit == 0:
+            raise BadRequest(f"{name} must be at least 1, or -1 for no limit", param=name)
+        return None if limit == -1 else limit
+
     def flag(self, name: str) -> bool:
         value = self.get(name)
-        if not isinstance(value, bool | None):
+        flag = truth_of(value) if isinstance(value, int | float | str) else None
+        if flag is None and value is not None:
             raise BadRequest(f"{name} must be true or false", param=name)
-        return bool(value)
+        return bool(flag)
 
     def text(self, name: str) -> str | None:
         value = self.get(name)
