@@ -35,7 +35,8 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="FILE[:COLUMN]",
-        help=".jsonl, .parquet, hub:NAME...; repeatable. COLUMN: the output tokens of this file",
+        help="JSON lines, a JSON array, CSV or Parquet, plain or compressed, or hub:NAME[:SPLIT]; repeatable. COLUMN: "
+        "the output tokens of this file",
     )
     for option, name in COLUMN_OPTIONS.items():
         add(option, default=getattr(columns, name), dest=f"column_{name}", metavar="NAME")
@@ -122,5 +123,4 @@ def split_of_models(splits: Splits, models: Sequence[str] | None) -> Splits:
 
 
 def unusable(loaded: Rows) -> list[str]:
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in loaded.bad.most_common())
-    return [f"Not usable: {reasons}."] if reasons else []
+    return [f"Not usable: {loaded.unusable()}."] if loaded.bad else []

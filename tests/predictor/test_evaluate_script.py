@@ -270,7 +270,7 @@ def test_the_split_is_that_of_the_predictors_training(
     assert run(script, monkeypatch, model_folder, *options) == 0
     text = capsys.readouterr().out
     assert text.startswith("predictor: one, other: noisy")
-    assert "Not usable: 1 x not a JSON object." in text
+    assert "Not usable: 1 x not JSON; the first: " in text
     assert "**noisy was trained with another split, or an unknown split" in text
     assert "**one was" not in text
     result = json.loads((tmp_path / "out" / "deep" / "metrics.json").read_text())
@@ -422,7 +422,7 @@ def test_an_error_is_one_clear_line(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "no usable row in "),  # the column's name is "question"
+        (["--prompt-column", "absent"], "no usable row in "),  # the column's name is "question"
         (["--data", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--answer-tokenizer", str(SCRIPT)], f"cannot load the tokenizer {SCRIPT}"),
     ],

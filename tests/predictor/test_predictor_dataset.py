@@ -85,12 +85,11 @@ def test_a_json_array_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")],
+    ("text", "message"), [("[{", "line 1: the JSON array is damaged"), ("[" * 200_000, "recursion")]
 )
-def test_a_json_file_that_is_no_array_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_json_array_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{message})"):
+    with pytest.raises(DatasetError, match=rf"(?=.*cannot read .*a\.json)(?=.*{message})"):
         load_rows([tmp_path / "a.json"])
 
 
@@ -136,7 +135,7 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
         [1, 2],
         {"output_tokens": 4},
         {"prompt": " \n", "output_tokens": 4},
-        {"prompt": "a", "output_tokens": "4"},
+        {"prompt": "a", "output_tokens": "four"},
         {"prompt": "a", "output_tokens": True},
         {"prompt": "a", "output_tokens": 0},
         {"prompt": "a", "output_tokens": 2.5},
@@ -147,7 +146,9 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
     dataset = load_rows([path])
     assert dataset.rows == ROWS
     assert dataset.bad == {
-        "not a JSON object": 3,
+        "a turn that is not a JSON object in 'the list'": 1,
+        "not JSON": 1,
+        "not UTF-8": 1,
         "no text in 'prompt'": 1,
         "empty text in 'prompt'": 1,
         "no number in 'output_tokens'": 2,
@@ -160,7 +161,8 @@ def test_an_endlessly_nested_line_is_a_bad_row(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "[" * 200_000)
     dataset = load_rows([path])
     assert dataset.rows == ROWS
-    assert dataset.bad == {"not a JSON object": 1}
+    assert dataset.bad == {"not JSON": 1}
+    assert dataset.bad_first == f"the first: {path}, line 3: not JSON"
 
 
 @pytest.mark.parametrize("output_tokens", [10**400 - 1, 10_000_001, 1e8])
@@ -192,7 +194,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark_anywhere_in_a_row(tmp_pat
 
 def test_without_a_usable_row_the_error_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
-    with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no text in 'prompt'\)"):
+    with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no text in 'prompt'; .*line 1"):
         load_rows([path])
 
 
@@ -274,7 +276,7 @@ def test_the_tokens_of_a_response_are_counted_if_its_length_is_missing(tmp_path:
     ]
     dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
     assert dataset.rows == [row("a", 3), row("b", 8)]
-    assert dataset.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
+    assert dataset.bad == {"empty text in 'response'": 1, "no text in 'response'": 1}
 
 
 def test_an_answer_without_a_single_known_token_counts_as_one(tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def test_a_record_with_a_measured_prompt_is_flat_and_with_a_mere_prompt_a_conver
     assert load_rows([path], answer_tokens=words).rows == [row("count to 3", 5), *SHAREGPT_ROWS]
 
 
-def test_only_an_answer_with_text_directly_after_a_question_is_a_row(tmp_path: Path) -> None:
+def test_only_an_answer_with_text_directly_after_a_question_or_a_tool_is_a_row(tmp_path: Path) -> None:
     record = conversation(
         ("assistant", "Welcome!"),  # answers no user turn; 8 characters of history
         ("user", "One"),  # 3; the next user turn is answered
@@ -383,6 +385,7 @@ def test_only_an_answer_with_text_directly_after_a_question_is_a_row(tmp_path: P
     )
     assert load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words).rows == [
         Row(Prompt("Two", history_characters=11), 2, group="one"),
+        Row(Prompt("Look it up", history_characters=44), 3, group="one"),
         Row(Prompt("Four", history_characters=71), 1, group="one"),
     ]
 
@@ -428,7 +431,7 @@ def test_uncountable_answers_are_an_error_that_names_the_missing_tokenizer(
 
 def test_without_a_usable_conversation_the_error_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [conversation(("user", "secret"))])
-    with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no answered user turn in 'messages'\)"):
+    with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no answered user turn in 'messages'; "):
         load_rows([path])
 
 
