@@ -54,6 +54,7 @@ LINGER_S = 2.0  # a refused client may still send: without this wait its system 
 GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
 TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has reset the connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+VERSIONS = ("1.0", "1.1")
 SINGLE_FIELDS = {"host", "authorization", "x-api-key"}  # another proxy may take the other one of two
 TURN, BEHIND = 1, 2  # why nothing is read: others' turn, requests wait. DISK: see streamed.py
 
@@ -203,6 +204,8 @@ class Connection(asyncio.BufferedProtocol):
     def on_message_begin(self) -> None:
         if self._framing:
             return
+        if self._deaf:
+            raise EOFError("the last request was complete")  # stops the parser: see _fail
         self._reading = Exchange(self)
         self._has_head = False
         self._fields = self._field_bytes = 0
@@ -225,7 +228,9 @@ class Connection(asyncio.BufferedProtocol):
             reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
         elif self._has_head:  # behind the last chunk: no field of the request
             return
-        elif reading.headers.setdefault(key, text) is not text and key in SINGLE_FIELDS:
+        elif key not in reading.headers:
+            reading.headers[key] = text
+        elif key in SINGLE_FIELDS:
             reading.error = BadRequest(f"the request has two fields `{key}`", code="malformed_request")
 
     def on_headers_complete(self) -> None:
@@ -235,14 +240,12 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._has_head, self._head_bytes, self._bodiless_bytes = True, 0, 0
         reading.method = parser.get_method().decode("latin-1")
-        target = reading.query
-        if not target.startswith(b"/") or b"#" in target:
-            url = httptools.parse_url(target) if target != b"*" and reading.method != "CONNECT" else None
-            target = (url.path or b"/") + (b"?" + url.query if url.query else b"") if url is not None else b"*"
-        path, _, reading.query = target.partition(b"?")
-        reading.path = path.decode("latin-1") if b"%" not in path else unquote(path.decode("latin-1"))
-        reading.old = parser.get_http_version() == "1.0"
+        reading.path, reading.query = path_and_query(reading.query if reading.method != "CONNECT" else b"*")
+        version = parser.get_http_version()
+        reading.old = version == "1.0"
         reading.keep_alive = parser.should_keep_alive()
+        if reading.error is None and version not in VERSIONS:
+            reading.error = BadRequest(f"this server speaks HTTP/1.1, not HTTP/{version}", code="http_version")
         if reading.error is None:
             reading.error = self._refusal(reading)
         else:
@@ -479,15 +482,21 @@ class Connection(asyncio.BufferedProtocol):
             self._resumed.set_result(None)
 
 
+def path_and_query(target: bytes) -> tuple[str, bytes]:
+    """The decoded path and the query of a request's target, which may be a URL, or `*`. Raises HttpParserError."""
+    if not target.startswith(b"/") or b"#" in target:
+        url = httptools.parse_url(target) if target != b"*" else None
+        target = (url.path or b"/") + (b"?" + url.query if url.query else b"") if url is not None else b"*"
+    path, _, query = target.partition(b"?")
+    return path.decode("latin-1") if b"%" not in path else unquote(path.decode("latin-1")), query
+
+
 def _framing(reading: Exchange) -> bytes:
-    """The lines of a head that say how long the body is; empty: there is no body."""
+    """The line of a head that says how long the body is; empty: there is no body."""
     if "transfer-encoding" in reading.headers:
-        length = "transfer-encoding: chunked"
-    elif reading.headers.get("content-length", "0").strip("0"):
-        length = f"content-length: {reading.headers['content-length']}"
-    else:
-        return b""
-    return length.encode() if reading.keep_alive else f"connection: close\r\n{length}".encode()
+        return b"transfer-encoding: chunked"
+    length = reading.headers.get("content-length", "0")
+    return f"content-length: {length}".encode() if length.strip("0") else b""
 
 
 def http_date() -> bytes:

@@ -136,6 +136,23 @@ async def test_a_refused_request_behind_a_running_one_lets_its_answer_out_also_t
         assert [(await client.answer())[0] for _ in range(2)] == [200, 400]
 
 
+async def test_nothing_behind_a_request_that_ends_the_connection_is_served() -> None:
+    """Also in the same packet, and also behind a refused head, or a wish for another protocol beside `close`."""
+    heads = (
+        b"GET / HTTP/1.1\r\nhost: h\r\n" + b"x: y\r\n" * 100 + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n\r\n",
+        b"GET / HTTP/1.0\r\nhost: h\r\n\r\n",
+        b"GET / HTTP/2.0\r\nhost: h\r\n\r\n",
+    )
+    async with site() as at:
+        for head in heads:
+            client = await at.client()
+            await client.send(head + POST * 3)
+            assert (await client.rest()).count(b"HTTP/1.1 ") == 1
+        assert not at.server.cut["malformed"]
+
+
 async def test_space_around_a_value_is_no_part_of_the_value() -> None:
     async with site() as at:
         client = await at.client()
