@@ -15,7 +15,11 @@ from llmserve import cluster_address
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster_address.add_arguments(parser)
     parser.add_argument(
-        "--drain-s", type=float, default=45.0, metavar="X", help="longest time for requests in flight (default 45)"
+        "--drain-s",
+        type=float,
+        default=45.0,
+        metavar="X",
+        help="longest time for requests in flight (default %(default)g)",
     )
 
 

@@ -51,6 +51,14 @@ DEFAULTS = {
     MOMENT: Defaults("window", "flex", 8),
 }
 """Defaults by kind of engine. A barrier engine's release is greedy if bins or edges are set."""
+
+
+def _by_engines(setting: str) -> str:
+    """The default of a setting that depends on the engines, for its description."""
+    barrier, refill = (getattr(DEFAULTS[kind], setting) for kind in (BARRIER, REFILL))
+    return f"(default: {barrier} where engines run batches to their end, {refill} where slots refill)"
+
+
 BINS = 8
 WINDOW_BATCHES = 32
 ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
@@ -88,8 +96,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="requests in a full batch. The default for engines whose slots refill is 1 under --release "
-            "greedy and timeout, and 32 under releases that wait for a batch (default: 8, or 1 where slots refill)"
+            description="requests in a full batch. Where slots refill and the release waits for a batch, the default "
+            f"is {DEFAULTS[COMPANY].batch_size} {_by_engines('batch_size')}"
         ),
     ] = None
     release: Annotated[
@@ -103,8 +111,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "waited batch-wait-s. full: full batches; static:B: batches of B. rate-headroom: BatchMonitor's smallest "
             "batch that keeps up with arrivals, with head-room and a limit to waiting. deadline: the largest batch "
             "within the deadline. table: least cost, or least energy within a latency target, from the profile and the "
-            "current load. window is the default for engines that run batches to their end, if neither bins nor edges "
-            "are set, and under flex and clockwork (default: window, or greedy where slots refill)",
+            "current load. With bins or edges, the default is greedy, and under flex and clockwork "
+            f"{DEFAULTS[MOMENT].release} {_by_engines('release')}",
             extra={
                 "metavar": "NAME",
                 "takes": "window, greedy, timeout, full, static:B, rate-headroom, deadline or table",
@@ -139,7 +147,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
             "can meet its deadlines, which may preempt far smaller batches: Shepherd), clockwork (the earliest "
             "deadline that can be met). MODULE:FUNCTION names a custom order: a function without arguments that "
-            "returns the order (default: fffs, or shortest where slots refill)",
+            f"returns the order {_by_engines('order')}",
             extra={"metavar": "NAME", "takes": "fffs, shortest, boost, edf, flex, clockwork or MODULE:FUNCTION"},
         ),
     ] = None

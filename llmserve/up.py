@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-cpus", type=int, metavar="N", help="CPUs of the Ray that is started (default: all)")
     parser.add_argument("--num-gpus", type=int, metavar="N", help="GPUs of the Ray that is started (default: all)")
     parser.add_argument(
-        "--wait-s", type=float, default=900.0, metavar="X", help="longest wait until everything runs (default 900)"
+        "--wait-s",
+        type=float,
+        default=900.0,
+        metavar="X",
+        help="longest wait until everything runs (default %(default)g)",
     )
 
 

@@ -184,7 +184,8 @@ def test_the_error_of_a_missing_model_folder_quotes_the_engine() -> None:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
-    """`refusal(*flags)`: exit status and output of a `llmserve serve` in this process that cannot start.
+    """`refusal(*flags)`: exit status and output of a `llmserve serve` in this process that cannot start. It has a free
+    port, unless the flags name another.
 
     The output includes the log: pytest's log handlers are replaced by those of a real process.
     """
@@ -193,7 +194,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[
 
     def refused(*flags: str) -> tuple[int, str]:
         logging.getLogger().handlers = []
-        return main(["serve", *flags]), capsys.readouterr().err
+        return main(["serve", "--port", "0", *flags]), capsys.readouterr().err
 
     yield refused
     for logger, (level, handlers) in zip(loggers, settings_before, strict=True):
@@ -247,8 +248,7 @@ def test_a_wrongly_configured_process_ends_with_status_2_and_one_line(flags: lis
 def test_a_wrong_configuration_is_status_2_and_one_line(
     refusal: Callable[..., tuple[int, str]], flags: list[str], message: str
 ) -> None:
-    port = [] if "--port" in flags else ["--port", "0"]
-    status, error = refusal(*port, *flags)
+    status, error = refusal(*flags)
     assert (status, error.count("\n")) == (2, 1), error
     assert message in error
 
