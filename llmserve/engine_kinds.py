@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from llmserve.engines import embedded, group_server, vllm_process
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.group_server import GroupServer
-from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
+from llmserve.engines.openai_engine import HEALTH_PATH, OpenAIEngine, Timeouts
 from llmserve.errors import ConfigError
 from llmserve.extras import need_embedded
 from llmserve.request import EngineInfo
@@ -61,13 +61,14 @@ class EngineKind:
     def _connected(
         self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, learns_slots: bool = False
     ) -> OpenAIEngine:
-        settings = self.settings
+        settings, live = self.settings, self.config.live
         return (GroupServer if settings.engines_are_groups else OpenAIEngine)(
             info,
             url,
             timeouts=Timeouts(
-                connect_s=settings.engine_connect_s, idle_s=settings.engine_idle_s, answer_s=settings.engine_answer_s
+                settings.engine_connect_s, settings.engine_idle_s, settings.engine_answer_s, live.probe_s
             ),
+            probe_path=live.probe_path if process is None else HEALTH_PATH,
             api_key=process.api_key if process is not None else settings.engine_api_key,
             restart=process.restart if process is not None else None,
             learns_slots=learns_slots,

@@ -18,6 +18,7 @@ from llmserve.logs import LogFormat
 from llmserve.policies import SchedulingConfig
 
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
+PATH = re.compile(r"/[!-~]*")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,6 +376,22 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="failed health probes in a row after which an engine counts as lost")
     ] = 3
     probe_every_s: Annotated[float, Meta(gt=0, description="interval between two health probes of an engine")] = 2.0
+    probe_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="longest wait for an answer to a probe. An engine that goes on with its answers is not lost "
+            "because its probes are late",
+        ),
+    ] = 5.0
+    probe_path: Annotated[
+        str,
+        Meta(
+            description="where engines by URL say whether they are healthy. Where the path is missing or refused, "
+            "GET /v1/models is enough, and `/v1/models` asks for nothing else",
+            extra={"metavar": "PATH"},
+        ),
+    ] = "/health"
     memory_bound: Annotated[
         bool,
         Meta(description="delay requests that do not fit into an engine's KV cache, if its size is known"),
@@ -393,6 +410,10 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
             "that no proxy cuts the connection; the status is then 200, and later errors are events. 0: none",
         ),
     ] = 15.0
+
+    def __post_init__(self) -> None:
+        if PATH.fullmatch(self.probe_path) is None:
+            raise ConfigError(f"probe_path: {self.probe_path!r} is not a path such as /health")
 
 
 class TuningConfig(msgspec.Struct, frozen=True, kw_only=True):

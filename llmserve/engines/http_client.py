@@ -8,6 +8,7 @@ and unpacks nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import Callable
 from typing import cast
@@ -171,6 +172,7 @@ class _Connection(asyncio.Protocol):
         self._interim = False
         self._framed = False  # the head says where the body ends; else the body ends with the connection
         self._paused = False
+        self._good = False  # the status of the answer
         self._head_bytes = 0
         self._idle_bytes = 0  # bytes since the last bytes of a body
         self._since_s = 0.0  # the last byte, the request, or the end of the last answer
@@ -329,10 +331,13 @@ class _Connection(asyncio.Protocol):
         if not 200 <= status <= 599:
             raise _Unwanted(f"the status {status}")
         self._framed = encoding is not None or b"content-length" in headers
+        self._good = status < 300
         response.status = status
 
     def on_body(self, data: bytes) -> None:
         self._idle_bytes = 0
+        if self._good and not data.startswith(b":"):
+            self._client.heard_s = self._since_s
         if self._response is not None and self._response.add(data) and not self._paused:
             assert self._transport is not None
             self._paused = True
@@ -365,6 +370,7 @@ class HttpClient:
             raise ValueError(f"{url!r} is not a URL of http or https")
         self.idle_s = idle_s
         self.answer_s = answer_s
+        self.heard_s = -math.inf  # on the event loop's clock, when bytes of a good answer came that are no comment
         self.connections: set[_Connection] = set()
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._connector = Connector(parts.hostname, parts.port or (443 if tls is not None else 80), tls, connect_s)

@@ -32,6 +32,10 @@ LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a ser
 MODEL_ID_CHARS_MAX = 256
 NOT_SERVED_SHOWN = 5  # names in a line of the log
 SHOWN_BYTES = 60  # of an answer that is none
+HEALTH_PATH = "/health"  # of vLLM, SGLang, llama.cpp, TGI, llmserve; Ollama and LM Studio have none
+METRICS_PATH = "/metrics"
+ALIVE_PATH = "/health/liveliness"  # of LiteLLM, whose /health has every model generate an answer
+MOMENTARY = (408, 429)  # statuses that say nothing about the next request
 AUTH_STATUSES = (401, 403, 407)  # they speak of the key that this server sends, never of the client's
 
 
@@ -174,7 +178,7 @@ class OpenAIEngine:
     """An engine at `url` (scheme, host, port and optional path prefix; a trailing /v1 is removed).
 
     api_key is sent as a bearer token; the client's key is never sent to the engine. learns_slots: `info.slots` is a
-    first guess, which the engine's metrics correct.
+    first guess, which the engine's metrics correct. probe_path: where the engine says whether it is healthy.
     """
 
     def __init__(
@@ -186,12 +190,16 @@ class OpenAIEngine:
         api_key: str | None = None,
         learns_slots: bool = False,
         restart: Callable[[], Awaitable[None]] | None = None,
+        probe_path: str = HEALTH_PATH,
     ) -> None:
         self.info = info
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
         self.slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
-        self._has_metrics = True  # until /metrics answers 404 or 405
+        self._probe_path = probe_path
+        self._lacking: set[str] = set()  # paths of probes that the engine does not have, or does not show
+        self._health: Health | None = None  # of the last probe, unless that failed
+        self._probes_late = False  # the last probe got no answer
         self._tokens_max: int | None = None
         self._timeouts = timeouts or Timeouts()
         self._headers = {"content-type": "application/json", "user-agent": "llmserve"}
@@ -199,6 +207,8 @@ class OpenAIEngine:
             self._headers["authorization"] = f"Bearer {api_key}"
         times = self._timeouts
         self._client = HttpClient(self.url, connect_s=times.connect_s, idle_s=times.idle_s, answer_s=times.answer_s)
+        probe_s = times.probe_s
+        self._probes = HttpClient(self.url, connect_s=probe_s, idle_s=probe_s, answer_s=probe_s)
         self._openings: dict[str, bytes] = {}
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
@@ -248,25 +258,46 @@ class OpenAIEngine:
         self._key_refused = refused
 
     async def probe(self) -> Health:
-        """GET /health if the server has /health, then GET /v1/models, then vLLM's figures in GET /metrics."""
-        name = self.info.name
+        """GET /v1/models, then the path of the probe unless the engine lacks it, then vLLM's figures in GET /metrics.
+
+        An engine that gives no answer to a probe, but has gone on with answers meanwhile, is as it was.
+        """
+        began_s = asyncio.get_running_loop().time()
         try:
-            status, _ = await self._get("/health")
-            if status not in (200, 404, 405):
-                raise EngineError(f"engine {name} is not healthy: /health answers {status}")
-            status, body = await self._get("/v1/models", LIST_BYTES_MAX)
-            if status != 200:
-                code = "engine_auth" if status in (401, 403) else None
-                raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
+            self._health = await self._probed()
         except HttpError as error:
-            self._paths_of = None  # another program may answer next
-            raise self.no_answer(error) from error
+            health = self._health
+            if health is None or error.refused or error.local or self._client.heard_s < began_s:
+                self._forget()
+                raise self.no_answer(error) from error
+            level, self._probes_late = logging.DEBUG if self._probes_late else logging.WARNING, True
+            log.log(level, "engine %s goes on with its answers, but not with probes: %s", self.info.name, error)
+            return health
+        except EngineError:
+            self._health = None
+            raise
+        self._probes_late = False
+        return self._health
+
+    def _forget(self) -> None:
+        """Forget what is known of the program behind the URL: another one may answer next."""
+        self._health = self._paths_of = None
+        self._lacking.clear()
+
+    async def _probed(self) -> Health:
+        """Raises EngineError when the engine is not healthy, and HttpError when it gives no answer."""
+        name = self.info.name
+        status, body = await self._get("/v1/models", LIST_BYTES_MAX)
+        if status != 200:
+            code = "engine_auth" if status in (401, 403) else None
+            raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
         if (models := models_of(body)) is None:
             begin = printable(body[:SHOWN_BYTES].decode(errors="replace"))
             raise EngineError(f"engine {name}: /v1/models is not a list of models, but begins with {begin!r}")
         served = self._served(models)
         if served != self._paths_of:
             self._paths, self._paths_of = await self._read_paths(), served
+        await self._check_health()
         if (load := await self._load()) is not None:
             self._tokens_max = load.tokens_max
             if self.slots is not None:
@@ -275,6 +306,31 @@ class OpenAIEngine:
         if self.slots is None:
             return Health(served, None, self._tokens_max, paths=self._paths, load_known=known)
         return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, self._paths, known)
+
+    async def _check_health(self) -> None:
+        """Raise EngineError if the engine says that it is not healthy.
+
+        A path that the engine lacks or does not show says nothing; then the list of models is enough.
+        """
+        path = self._probe_path
+        if path == HEALTH_PATH and self._paths is not None and ALIVE_PATH in self._paths:
+            path = ALIVE_PATH
+        if path in self._lacking or path == "/v1/models":
+            return
+        status, _ = await self._get(path)
+        if status // 100 == 2 or self._lacks(path, status):
+            return
+        raise EngineError(f"engine {self.info.name} is not healthy: {path} answers {status}")
+
+    def _lacks(self, path: str, status: int) -> bool:
+        """Whether a status means that the engine says nothing at a path. Such a path is asked for no more."""
+        if not (300 <= status < 500 or status == 501):
+            return False
+        if status not in MOMENTARY:
+            self._lacking.add(path)
+            level = logging.DEBUG if status in (404, 405) and path != self._probe_path else logging.INFO
+            log.log(level, "engine %s: %s answers %d, and is asked for no more", self.info.name, path, status)
+        return True
 
     async def _read_paths(self) -> frozenset[str] | None:
         """Read the paths of the server's endpoints from its OpenAPI description; None without one."""
@@ -289,11 +345,11 @@ class OpenAIEngine:
 
         Each probe opens a new connection: a server that accepts no new connections may still answer on an old one.
         """
-        opening = self._client.opening("GET", path, {**self._headers, "connection": "close"})
+        opening = self._probes.opening("GET", path, {**self._headers, "connection": "close"})
         probe_s = self._timeouts.probe_s
         try:
             async with asyncio.timeout(probe_s):
-                response = await self._client.request(opening, fresh=True)
+                response = await self._probes.request(opening, fresh=True)
                 try:
                     if response.headers.get(b"content-encoding", b"identity") != b"identity":
                         raise HttpError(f"{path} has a content-encoding that was not asked for")
@@ -301,7 +357,7 @@ class OpenAIEngine:
                 finally:
                     response.close()
         except TimeoutError:
-            raise HttpError(f"{path} did not come within {probe_s:g} s") from None
+            raise HttpError(f"{path} did not come within {probe_s:g} s, see --probe-s") from None
 
     def _served(self, models: list[ServedModel]) -> tuple[ServedModel, ...]:
         """The models whose ids may stand in a line of the log; the others are named there, once."""
@@ -320,13 +376,13 @@ class OpenAIEngine:
 
     async def _load(self) -> Load | None:
         """Read vLLM's metrics; None if missing or unreadable, which does not make the engine unhealthy."""
-        if not self._has_metrics:
+        if METRICS_PATH in self._lacking:
             return None
         try:
-            status, body = await self._get("/metrics")
+            status, body = await self._get(METRICS_PATH)
         except HttpError:
             return None
-        self._has_metrics = status not in (404, 405)
+        self._lacks(METRICS_PATH, status)
         return read_load(body.decode(errors="replace")) if status == 200 else None
 
     def no_answer(self, error: HttpError) -> EngineError:
@@ -337,6 +393,7 @@ class OpenAIEngine:
 
     async def close(self) -> None:
         await self._client.close()
+        await self._probes.close()
 
 
 def with_priority(body: bytes, turn: float) -> bytes:
