@@ -15,6 +15,7 @@ LLMServeError
     ├── MethodNotAllowed    405
     ├── RequestTimeout      408
     ├── BodyTooLarge        413
+    ├── UnsupportedMediaType 415
     ├── RateLimited         429  with Retry-After
     ├── HeadTooLarge        431
     ├── EngineFailed        502
@@ -133,6 +134,12 @@ class BodyTooLarge(RequestError):
     status = 413
     type = "invalid_request_error"
     default_code = "body_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_encoding"
 
 
 class HeadTooLarge(RequestError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.authentication import Keys
 from llmserve.api.batches import BATCHES, FILES, BatchEndpoints, NoBatches
+from llmserve.api.content_coding import HEADER, Unpacker, codings_of
 from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
@@ -54,6 +55,7 @@ from llmserve.errors import (
     NotFound,
     RequestError,
     Unavailable,
+    UnsupportedMediaType,
     model_not_found,
 )
 from llmserve.headers import (
@@ -113,6 +115,8 @@ class App:
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)
         self._cors = cors or None
+        self._unpacker = Unpacker(config.body_bytes_max)
+        self._unpacking: set[asyncio.Task[None]] = set()
         self._batches = batches or NoBatches()
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config, aliases, traces)
         self._keys = keys = key_limits.keys
@@ -134,9 +138,16 @@ class App:
             exchange.endpoint = endpoint
             self._endpoints.admit(exchange, endpoint)
         elif exchange.method == "POST" and exchange.path == FILES:
-            exchange.upload = self._batches.upload(exchange)
+            self._admit_upload(exchange)
         else:
             self._admit_body(exchange)
+        if HEADER in exchange.headers and exchange.keeps_body:
+            codings_of(exchange)
+
+    def _admit_upload(self, exchange: Exchange) -> None:
+        if HEADER in exchange.headers and codings_of(exchange):
+            raise UnsupportedMediaType(f"`{HEADER}`: files are uploaded as they are")
+        exchange.upload = self._batches.upload(exchange)
 
     def _admit_body(self, exchange: Exchange) -> None:
         """Keep the body of a request for this server only where a handler reads one, and for a right key."""
@@ -149,6 +160,26 @@ class App:
             exchange.key = keys.authenticate(exchange.headers.get("authorization"))
 
     def handle(self, exchange: Exchange) -> None:
+        if HEADER in exchange.headers and exchange.keeps_body:
+            self._run(self._handle_packed(exchange))
+        else:
+            self._handle(exchange)
+
+    async def _handle_packed(self, exchange: Exchange) -> None:
+        try:
+            await self._unpacker.unpack(exchange)
+        except Exception as error:
+            exchange.refuse(self._endpoints.count(exchange, error))
+        else:
+            if not exchange.ended:
+                self._handle(exchange)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._unpacking.add(task)
+        task.add_done_callback(self._unpacking.discard)
+
+    def _handle(self, exchange: Exchange) -> None:
         if exchange.endpoint is not None:
             self._endpoints.complete(exchange)
         elif self._cors is not None and self._cors.is_preflight(exchange):

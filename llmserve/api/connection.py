@@ -286,7 +286,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _too_large(self, reading: Exchange) -> BodyTooLarge:
         if reading.keeps_body:
-            return BodyTooLarge(f"the body is larger than {self.server.limits.body_bytes_max:,} bytes")
+            return BodyTooLarge(
+                f"the body is larger than {self.server.limits.body_bytes_max:,} bytes (--body-bytes-max)"
+            )
         return BodyTooLarge(f"{reading.method} {reading.path} takes no body, and this one is large")
 
     def _take_body(self) -> None:

@@ -91,6 +91,13 @@ class Exchange:
         if self._grown is not None:
             self.body, self._grown = bytes(self._grown), None
 
+    def replace_body(self, body: bytes) -> None:
+        """Take the unpacked body for the packed one. Raises RequestError when its holder has too many bytes."""
+        error = self._connection.server.keep(self, len(body) - len(self.body))
+        if error is not None:
+            raise error
+        self.body = body
+
     @property
     def peer(self) -> str:
         return self._connection.peer
