@@ -92,7 +92,7 @@ class GpuEnergy:
     @property
     def integrates(self) -> bool:
         """Whether the power of a GPU is integrated, so that its joules are as exact as the samples are frequent."""
-        return any([isinstance(meter, _PowerMeter) for meter in self._meters])
+        return any(isinstance(meter, _PowerMeter) for meter in self._meters)
 
     def sample(self, now_s: float) -> None:
         """Read the GPUs now. now_s : the time on any monotonic clock, the same clock in every call."""

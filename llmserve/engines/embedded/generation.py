@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from llmserve.engines.embedded.fusing import fuse
 from llmserve.engines.embedded.protocol import ChatMessage
 from llmserve.engines.embedded.sampling import Sampler, Sampling
-from llmserve.engines.embedded.static_batch import StaticBatch, StaticDecoder
+from llmserve.engines.embedded.static_batch import StaticBatch, StaticDecoder, Step
 from llmserve.engines.embedded.text import TextStream, WholeText
 
 # Up to this size a step's matrices are so small that a second thread costs more time than it saves.
@@ -98,12 +98,18 @@ class LanguageModel:
     On a GPU a batch has tensors of fixed size (static_batch.py). On a CPU the cache of a batch grows with its answers.
     """
 
-    def __init__(self, tokenizer: Any, model: Any, *, static: bool | None = None) -> None:
-        """static : use tensors of fixed size (default: on a GPU). Raises ValueError if the model does not allow it."""
+    def __init__(
+        self, tokenizer: Any, model: Any, *, static: bool | None = None, capture: Callable[[Step], Step] | None = None
+    ) -> None:
+        """Raises ValueError if the model does not allow tensors of fixed size.
+
+        static   use tensors of fixed size (default: on a GPU)
+        capture  of the steps with tensors of fixed size, as for StaticDecoder
+        """
         self._tokenizer = tokenizer
         self._model = model
         on_gpu = next(model.parameters()).device.type != "cpu"
-        self._static = StaticDecoder(model) if (on_gpu if static is None else static) else None
+        self._static = StaticDecoder(model, capture) if (on_gpu if static is None else static) else None
         config = model.config.get_text_config(decoder=True)
         self.context_tokens = int(getattr(config, "max_position_embeddings", None) or 2048)
         self.vocabulary_size = int(config.vocab_size)

@@ -81,7 +81,7 @@ class StaticDecoder:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         self.last_position = int(getattr(config, "max_position_embeddings", None) or 2048) - 1
-        self._capture = capture or (captured if self.device.type == "cuda" else _uncaptured)
+        self._capture = capture or (captured if self.device.type == "cuda" else uncaptured)
         self._layers = [_ColumnsLayer() for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=self._layers)
         self._places = 0  # rows times columns that the cache has room for
@@ -330,7 +330,8 @@ def captured(step: Step) -> Step:
     return replay
 
 
-def _uncaptured(step: Step) -> Step:
+def uncaptured(step: Step) -> Step:
+    """No capture: the step itself, which launches its kernels one by one."""
     return step
 
 

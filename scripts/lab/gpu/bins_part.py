@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from bench import client
 from bench.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
 from bench.rows import Row, select, values
@@ -19,39 +20,41 @@ from bench.servers import Server, front_end
 from bins.edges import equal_mass_edges
 from gpu import profile_part
 from gpu.machine import Machine
-from gpu.models import prompt_for
 from gpu.plans import CampaignPlan
+from gpu.shapes import prompt_for
 from gpu.steps import CampaignStep, Results
 from llmserve.headers import PREDICTED_HEADER
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, prepare, run
 
-SETTING = ("shape", "batch_sizes", "bins", "batches", "lengths", "sigma", "seed")
+SETTING = ("shape", "batches", "lengths", "sigma", "seed")
+FIRST, REST = 2, 6  # values of the steps
+PART = "bins"
 ORACLE = "oracle"
 WINDOW = 0  # in place of a number of bins
 PREDICTED = "predicted"
 PUBLISHED = {(ORACLE, 4): 1.45, (ORACLE, 32): 1.70, (PREDICTED, 4): 1.08}  # Multi-Bin, Fig. 7 and 11, batches of 8
 WITHIN = 0.05  # of the forecast
-CONTINUOUS = "transformers' continuous batching"
+STEPS_S = 0.9  # estimate of a batch of 32 to its end
 
 
 def steps(plan: CampaignPlan, machine: Machine, costs: Results) -> list[CampaignStep]:
     """costs : of the part profile, from which the forecasts follow."""
-    measured = [
+    first_size, first_bins = plan.batch_sizes[0], plan.bins[0]
+    return [
         CampaignStep(
+            PART,
             _name(size, bins, predictions),
-            20 + size / 2,
+            FIRST if size == first_size and bins in (1, first_bins, WINDOW) else REST,
+            3.0 + STEPS_S * plan.batches * (1.0 if bins == 1 else 0.7),
             partial(_measure, plan, machine, costs, size, bins, predictions),
+            plan.shape,
+            plan.start_s[plan.shape],
         )
         for size in plan.batch_sizes
         for predictions, arrangements in ((ORACLE, (1, *plan.bins, WINDOW)), (PREDICTED, (*plan.bins, WINDOW)))
         for bins in arrangements
     ]
-    refill = [
-        CampaignStep(f"{CONTINUOUS}, {size} slots", 120.0, partial(_continuous, plan, machine, size))
-        for size in plan.batch_sizes
-    ]
-    return [*measured, *refill]
 
 
 def _name(size: int, bins: int, predictions: str) -> str:
@@ -80,7 +83,7 @@ def scheduling_of(size: int, bins: int) -> SchedulingConfig:
 
 async def _measure(plan: CampaignPlan, machine: Machine, costs: Results, size: int, bins: int, predictions: str) -> Any:
     """The same requests, with the same predictions, before the engine and in the simulator."""
-    profile = profile_part.profile(costs, plan.shape)
+    profile = profile_part.profile(costs, plan.shape, machine.device.key)
     path = machine.scratch / "profile.json"
     profile.save(path)
     scenario, scheduling = scenario_of(plan, size, predictions, str(path)), scheduling_of(size, bins)
@@ -89,18 +92,16 @@ async def _measure(plan: CampaignPlan, machine: Machine, costs: Results, size: i
     tokens = [math.ceil(length) for length in work.trace.output_tokens]
     assert work.predictions is not None
     edges = equal_mass_edges(work.scores, bins) if bins > 1 else ()  # with which the simulated scheduler begins
-    url = await machine.engine(plan.shape, max(plan.batch_sizes), max(tokens))
-    async with _front(url, size, bins, edges) as server:
+    engine = await machine.engine(plan.shape, size, max(plan.tokens_max, *tokens))
+    engine.need(size)
+    async with _front(engine.url, size, bins, edges) as server:
         began_s, before_j = time.perf_counter(), machine.joules()
-        answered = await _all_at_once(server.url, plan.shape, tokens, work.predictions.medians.tolist())
-        seconds = time.perf_counter() - began_s
-        after_j = machine.joules()
+        answered, _ = await all_at_once(server.url, plan.shape, tokens, work.predictions.medians.tolist())
+        seconds, after_j = time.perf_counter() - began_s, machine.joules()
     return {
         **{"batch_size": size, "bins": bins, "predictions": predictions, "requests": len(tokens)},
         **{"seconds": seconds, "tokens_per_s": sum(answered) / seconds},
-        "joules_per_token": (after_j - before_j) / sum(answered)
-        if before_j is not None and after_j is not None
-        else None,
+        "joules_per_token": joules_per_token(before_j, after_j, sum(answered)),
         **{
             "forecast_tokens_per_s": forecast.output_tokens_per_s,
             "forecast_joules_per_token": forecast.energy_j_per_token,
@@ -119,32 +120,29 @@ def _front(url: str, size: int, bins: int, edges: Sequence[float]) -> AbstractAs
     return front_end(f"{bins} bins", *flags)
 
 
-async def _all_at_once(url: str, model: str, tokens: Sequence[int], predicted: Sequence[float]) -> list[int]:
-    """Output tokens of each answer. Raises AssertionError when a request gets anything else, or another length."""
+async def all_at_once(
+    url: str, model: str, tokens: Sequence[int], predicted: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Output tokens of each answer, and its seconds after all were sent.
+
+    Raises AssertionError when a request gets anything else, or another length.
+    """
+    began_s = time.perf_counter()
+
+    async def one(session: aiohttp.ClientSession, length: int, forecast: float) -> tuple[int, float]:
+        body, headers = client.body_of(prompt_for(length), model=model), {PREDICTED_HEADER: f"{max(1.0, forecast):.6g}"}
+        reply = await client.ask(session, url, body, headers=headers)
+        return reply.tokens, time.perf_counter() - began_s
+
     async with client.session_of() as session:
-        replies = await asyncio.gather(
-            *[
-                client.ask(
-                    session,
-                    url,
-                    client.body_of(prompt_for(length), model=model),
-                    headers={PREDICTED_HEADER: f"{max(1.0, forecast):.6g}"},
-                )
-                for length, forecast in zip(tokens, predicted, strict=True)
-            ]
-        )
-    answered = [reply.tokens for reply in replies]
+        answers = await asyncio.gather(*[one(session, *ask) for ask in zip(tokens, predicted, strict=True)])
+    answered, latencies_s = [answer[0] for answer in answers], [answer[1] for answer in answers]
     assert answered == list(tokens), "the engine's answers have other lengths than they were told"
-    return answered
+    return answered, latencies_s
 
 
-async def _continuous(plan: CampaignPlan, machine: Machine, size: int) -> Any:
-    """Slots that refill, by transformers' own scheduler, for the same answers."""
-    work = prepare(scenario_of(plan, size, ORACLE, None), scheduling_of(size, 1))
-    lengths = machine.scratch / "lengths.txt"
-    lengths.write_text("\n".join(str(math.ceil(length)) for length in work.trace.output_tokens))
-    words = ("--shape", plan.shape, "--slots", str(size), "--lengths", str(lengths))
-    return await machine.alone("gpu.continuous", *words, timeout_s=240)
+def joules_per_token(before_j: float | None, after_j: float | None, tokens: int) -> float | None:
+    return None if before_j is None or after_j is None else (after_j - before_j) / tokens
 
 
 # ---- what comes of it ---------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ async def _continuous(plan: CampaignPlan, machine: Machine, size: int) -> Any:
 def gains(results: Results) -> list[Row]:
     """Throughput over one bin's: measured, foretold, and the paper's where it says one."""
     case = ("batch_size", "bins", "predictions")
-    rows = [Row.of_record(step, case) for step in results.steps.values() if "bins" in step]
+    rows = [Row.of_record(step, case) for step in results.steps.values()]
     return [
         Row(
             row.case,
@@ -161,6 +159,8 @@ def gains(results: Results) -> list[Row]:
                 "tokens_per_s": row["tokens_per_s"],
                 "gain": row["tokens_per_s"] / base["tokens_per_s"],
                 "forecast": row["forecast_tokens_per_s"] / base["forecast_tokens_per_s"],
+                "joules_per_token": row["joules_per_token"],
+                "forecast_joules_per_token": row["forecast_joules_per_token"],
                 "published": PUBLISHED.get((row["predictions"], row["bins"])) if row["batch_size"] == 8 else None,
             },
         )
@@ -172,11 +172,13 @@ def gains(results: Results) -> list[Row]:
 def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each size of batch: gains by number of bins, measured and foretold."""
     rows = gains(results)
-    figure, (panels,) = new_figure(1, len(plan.batch_sizes), width=1.2 + 3.4 * len(plan.batch_sizes), height=3.6)
-    for axes, size in zip(panels, plan.batch_sizes, strict=True):
+    sizes = sorted({row["batch_size"] for row in rows}) or [plan.batch_sizes[0]]
+    figure, (panels,) = new_figure(1, len(sizes), width=1.2 + 3.4 * len(sizes), height=3.6)
+    for axes, size in zip(panels, sizes, strict=True):
         axes.axhline(1.0, color=GREY, lw=0.8)
         for predictions, color in ((ORACLE, BLUE), (PREDICTED, ORANGE)):
             of_bins = [row for row in select(rows, batch_size=size, predictions=predictions) if row["bins"] != WINDOW]
+            of_bins.sort(key=lambda row: row["bins"])
             counts = values(of_bins, "bins")
             axes.plot(counts, values(of_bins, "gain"), "o-", ms=4, color=color, label=predictions)
             axes.plot(counts, values(of_bins, "forecast"), ":", color=color)

@@ -1,48 +1,54 @@
 #!/usr/bin/env python
-"""Measure all that a GPU can show.
+"""Measure what a GPU can show, the most valuable first, in the minutes that there are.
 
-    python scripts/lab/gpu/campaign.py --output docs/results/h200
-    python scripts/lab/gpu/campaign.py --parts bins,energy --minutes 9 --lengths file:lengths.csv:output_tokens \\
-        --output docs/results/h200
+    python scripts/lab/gpu/campaign.py --minutes 8 --output docs/results/gpu
+    python scripts/lab/gpu/campaign.py --plan --minutes 8 --output docs/results/gpu
     python scripts/lab/gpu/campaign.py --tiny --output /tmp/rehearsal
 
-    profile    what a step and a batch cost in seconds and joules; other parts need it
+    profile    what a step, a prefill and a batch cost in seconds and joules; bins and energy need it
     bins       throughput of batches that run to their end, with bins and windows, beside the simulator's forecast
-    energy     joules for each token at low load, by release
+    refill     a burst before an engine whose slots refill, in order of arrival and under `boost`
+    energy     joules for each token at low load, by release, beside the forecast
     predictor  an exported length predictor on the GPU
 
-Each part writes DIR/PART.json after each step and DIR/PART.png at its end. The same command again runs the steps that
-have no result yet, as many as fit into --minutes, and says which steps are left. A step that fails does not stop the
-others.
+The steps of all parts have one order, by what they are worth. Each result is written to DIR/DEVICE/PART.json at once,
+DEVICE being the GPU's short name, such as h100. The same command again goes on where the last run stopped; --earlier
+DIR goes on from the results in another folder. A step that fails or hangs gives way to the next. --plan measures
+nothing: it prints the order, the estimated times and what is done.
 
---tiny rehearses all parts on a CPU within three minutes: a very small model, no captured graphs, and a pretended
-counter of energy. scripts/lab/gpu/run prepares a machine without network, from the wheels that scripts/lab/gpu/wheels
-fetches.
+--tiny rehearses all parts on a CPU within three minutes: a very small model, no graphs, and a pretended GPU. --pace 40
+rehearses with a clock that runs 40 times too fast. scripts/lab/gpu/README: on a machine without network.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import shlex
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.arguments import exit_on, parser_of, positive
 from bench.progress import log
+from rich.console import Console
+from rich.table import Table
 
-from gpu import bins_part, energy_part, predictor_part, profile_part
+from gpu import bins_part, energy_part, predictor_part, profile_part, refill_part
+from gpu.device import PretendedNvml
 from gpu.machine import Machine, machine
 from gpu.plans import FULL, TINY, CampaignPlan, changed
-from gpu.steps import BadOutput, CampaignStep, Clock, Results, left, run_steps
+from gpu.steps import BadOutput, CampaignStep, Clock, Results, in_order, planned, run_steps
 
-PARTS = {"profile": profile_part, "bins": bins_part, "energy": energy_part, "predictor": predictor_part}
-MINUTES = 9.0
+PARTS: Mapping[str, Any] = {
+    part.PART: part for part in (profile_part, bins_part, refill_part, energy_part, predictor_part)
+}
+MINUTES = 8.0
 
 
 def main() -> None:
@@ -50,51 +56,101 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a burst of requests is as many connections, twice
     plan = changed(TINY if args.tiny else FULL, vars(args))
-    args.output.mkdir(parents=True, exist_ok=True)
-    with exit_on(BadOutput):
-        results = {name: Results(args.output, name, plan.setting(*part.SETTING)) for name, part in PARTS.items()}
-    failed = asyncio.run(_run(args, plan, results))
-    sys.exit(1 if failed else 0)
+    with exit_on(BadOutput, LookupError):
+        if args.plan:
+            show_plan(args, plan)
+            return
+        failed = asyncio.run(_run(args, plan))
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)  # a step that gave way may have left a thread that never ends
 
 
-async def _run(args: argparse.Namespace, plan: CampaignPlan, results: dict[str, Results]) -> bool:
+async def _run(args: argparse.Namespace, plan: CampaignPlan) -> bool:
     """Whether a step failed, now or before, and was not made good."""
-    clock = Clock.of(args.minutes)
-    counts = []
-    async with machine("cpu" if args.tiny else "cuda") as gpu:
-        for name in args.parts:
-            steps = _steps(name, plan, gpu, results, args.predictor)
-            if any(left(steps, results[name])):
-                results[name].begin(shlex.join(["python", *sys.argv]), gpu.name)
-            await run_steps(steps, results[name], clock)
-            await gpu.stop_engine()
-            _draw(name, plan, results[name])
-            missing = list(left(steps, results[name]))
-            counts.append(f"{name}: {len(steps) - len(missing)} of {len(steps)} steps are done")
-            counts += [f"    left: {step}" for step in missing]
-    for line in counts:
-        log(line)
-    return any(results[name].failed for name in args.parts)
+    clock = Clock(args.minutes, args.pace)
+    async with machine("cpu" if args.tiny else "cuda", PretendedNvml() if args.tiny else None) as gpu:
+        results = results_of(args.output / gpu.device.key, plan, str(gpu.device))
+        if args.earlier is not None:
+            go_on(results, args.earlier / gpu.device.key)
+        steps = steps_of(args.parts, plan, gpu, results, args.predictor)
+        missing = in_order(steps, results)
+        for part in {step.part: None for step in missing}:
+            results[part].begin(command_of(args), **gpu.facts)
+        left = await run_steps(missing, results, clock, gpu)
+    failed = [step for step in steps if step.name in results[step.part].failed]
+    log(f"{len(steps) - len(left) - len(failed)} of {len(steps)} steps are done: {args.output / gpu.device.key}")
+    for step in failed:
+        log(f"    failed: {step.part}: {step.name}: {results[step.part].failed[step.name]}")
+    for step in left:
+        log(f"    left: {step.part}: {step.name}")
+    return bool(failed)
 
 
-def _steps(
-    name: str, plan: CampaignPlan, gpu: Machine, results: dict[str, Results], predictor: Path | None
+def command_of(args: argparse.Namespace) -> str:
+    """The command that measures the same anywhere: without the folders of this machine."""
+    words = ["python", "scripts/lab/gpu/campaign.py", "--minutes", f"{args.minutes:g}"]
+    words += ["--parts", ",".join(args.parts)] if args.parts != tuple(PARTS) else []
+    words += ["--tiny"] if args.tiny else []
+    for name in ("lengths", "shape", "predictor"):
+        words += [f"--{name}", str(value)] if (value := getattr(args, name)) is not None else []
+    return shlex.join(words)
+
+
+def results_of(folder: Path, plan: CampaignPlan, device: str) -> dict[str, Results]:
+    """The results of each part. Raises BadOutput for results of other settings."""
+    return {name: Results(folder, name, plan.setting(*part.SETTING), device) for name, part in PARTS.items()}
+
+
+def go_on(results: Mapping[str, Results], folder: Path) -> None:
+    """Go on from the results of each part in the folder, as far as they have the same settings."""
+    for of in results.values():
+        try:
+            of.go_on_from(folder)
+        except BadOutput as error:
+            log(f"not gone on from: {error}")
+
+
+def steps_of(
+    parts: Sequence[str],
+    plan: CampaignPlan,
+    gpu: Machine | None,
+    results: Mapping[str, Results],
+    predictor: Path | None,
 ) -> list[CampaignStep]:
-    makers: dict[str, Callable[[], list[CampaignStep]]] = {
-        "profile": lambda: profile_part.steps(plan, gpu),
-        "bins": lambda: bins_part.steps(plan, gpu, results["profile"]),
-        "energy": lambda: energy_part.steps(plan, gpu, results["profile"], results["energy"]),
-        "predictor": lambda: predictor_part.steps(plan, gpu, predictor),
-    }
-    return makers[name]()
+    """All steps of these parts. gpu : None: for a plan only"""
+    on: Any = gpu
+    costs = results[profile_part.PART]
+    steps = [
+        *profile_part.steps(plan, on),
+        *bins_part.steps(plan, on, costs),
+        *refill_part.steps(plan, on),
+        *energy_part.steps(plan, on, costs, results[energy_part.PART]),
+        *predictor_part.steps(plan, on, predictor),
+    ]
+    return [step for step in steps if step.part in parts]
 
 
-def _draw(name: str, plan: CampaignPlan, results: Results) -> None:
-    try:
-        PARTS[name].draw(results, results.path.with_suffix(".png"), plan)
-    except Exception:  # the numbers are what must come home
-        traceback.print_exc(file=sys.stderr)
-        log(f"{name}: its figure could not be drawn")
+def show_plan(args: argparse.Namespace, plan: CampaignPlan) -> None:
+    """Print, for the device of --device, or for each that has results, what is done and what fits into the time."""
+    folders = [args.output / args.device] if args.device else sorted(args.output.glob("*/"))
+    for folder in folders or [args.output / "no device yet"]:
+        results = results_of(folder, plan, "")
+        steps = steps_of(args.parts, plan, None, results, args.predictor)
+        order = in_order(steps, results)
+        table = Table(
+            "step", "about", "by then", f"in {args.minutes:g} minutes", title=folder.name, title_justify="left"
+        )
+        for step in steps:
+            if step not in order:
+                table.add_row(f"{step.part}: {step.name}", "", "", "done")
+        total_s = 0.0
+        for step, takes_s, fits in planned(order, 60 * args.minutes):
+            total_s += takes_s if fits else 0.0
+            again = ", failed before" if step.name in results[step.part].failed else ""
+            by_then = f"{total_s / 60:.1f} min" if fits else ""
+            name = f"{step.part}: {step.name}{again}"
+            table.add_row(name, f"{takes_s:.0f} s", by_then, "measured" if fits else "left")
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,9 +159,13 @@ def _arguments() -> argparse.Namespace:
     add("--parts", type=_parts, default=tuple(PARTS), metavar="PART,...", help="(default: all)")
     add("--minutes", type=positive, default=MINUTES, help="that this run may take (%(default)g)")
     add("--output", type=Path, required=True, metavar="DIR")
+    add("--earlier", type=Path, metavar="DIR", help="results to go on from (default: those of --output)")
+    add("--plan", action="store_true", help="print what would be measured, and measure nothing")
+    add("--device", help="short name of the GPU for --plan (default: each with results)")
     add("--tiny", action="store_true", help="rehearse on a CPU")
+    add("--pace", type=positive, default=1.0, help="of the clock, for rehearsals (%(default)g)")
     add("--lengths", help="of answers, as llmserve simulate takes them (default: a lognormal distribution)")
-    add("--shape", help="of the model for bins and energy")
+    add("--shape", help="of the model for bins, refill and energy")
     add("--predictor", type=Path, metavar="FOLDER", help="an exported predictor (default: the demo's)")
     return parser.parse_args()
 

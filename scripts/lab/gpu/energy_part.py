@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from bench import client
 from bench.figures import BLUE, GREEN, GREY, new_figure, save
@@ -17,12 +18,11 @@ from bench.servers import Server, front_end
 
 from gpu import profile_part
 from gpu.machine import Machine
-from gpu.models import prompt_for
 from gpu.plans import CampaignPlan
+from gpu.shapes import prompt_for
 from gpu.steps import CampaignStep, Results
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
-from llmserve.engines.measuring import sampling
 from llmserve.engines.power import GpuEnergy
 from llmserve.headers import PREDICTED_HEADER
 from llmserve.policies import SchedulingConfig
@@ -30,17 +30,29 @@ from llmserve.scheduling.messages import DispatchSolved
 from llmserve.simulate import Scenario, prepare, run
 from llmserve.simulation.workload import Trace
 
-SETTING = ("shape", "energy_batch", "lengths", "loads", "requests", "seed")
+SETTING = ("shape", "energy_batch", "energy_s", "lengths", "loads", "seed")
+VALUE = 4  # of the steps
+PART = "energy"
 RELEASES = ("greedy", "full", "table")
 PERCENTILE, STRETCH = 95.0, 1.5  # the target of table: this percentile of the latency, so many times greedy's
 GOALS = {0.1: 0.25, 0.3: 0.15}  # by load: joules a token that table should save of greedy's
+WITHIN = 0.05  # of the forecast's saving
+REQUESTS_LEAST = 10
 DRAIN_S = 120.0
 
 
 def steps(plan: CampaignPlan, machine: Machine, costs: Results, results: Results) -> list[CampaignStep]:
     """greedy comes first at each load: the latency target of table follows from what it took."""
     return [
-        CampaignStep(_name(release, load), 120.0, partial(_measure, plan, machine, costs, results, release, load))
+        CampaignStep(
+            PART,
+            _name(release, load),
+            VALUE,
+            plan.energy_s + 7.0,
+            partial(_measure, plan, machine, costs, results, release, load),
+            plan.shape,
+            plan.start_s[plan.shape],
+        )
         for load in plan.loads
         for release in RELEASES
     ]
@@ -55,7 +67,7 @@ async def _measure(
 ) -> Any:
     if machine.energy is None:
         raise LookupError("NVML counts no joules on this machine")
-    profile = profile_part.profile(costs, plan.shape)
+    profile = profile_part.profile(costs, plan.shape, machine.device.key)
     path = machine.scratch / "profile.json"
     profile.save(path)
     target_s = None
@@ -64,28 +76,36 @@ async def _measure(
         if greedy is None:
             raise LookupError("the target follows from greedy's latency, which was not measured")
         target_s = STRETCH * greedy["latency_s_p95"]
-    scenario = Scenario(
-        requests=plan.requests, load=load, lengths=plan.lengths, barrier=True, profile=str(path), seed=plan.seed
-    )
     scheduling = SchedulingConfig(batch_size=plan.energy_batch, bins=1, release=release).resolved(barrier=True)
+    scenario = _scenario(plan, load, path, scheduling)
     dispatch = DispatchConfig(latency_target_s=target_s, latency_target_percentile=PERCENTILE if target_s else None)
     work = prepare(scenario, scheduling)
     forecast = run(scenario, scheduling, work, dispatch=dispatch)
-    url = await machine.engine(plan.shape, plan.energy_batch, max(work.trace.output_tokens))
-    flags = ["--engine", url, "--barrier", "--batch-size", str(plan.energy_batch), "--bins", "1", "--release", release]
-    flags += ["--predictor", "none", "--memory-keys", "0", "--profile", str(path), "--drain-s", str(DRAIN_S)]
+    engine = await machine.engine(plan.shape, plan.energy_batch, max(plan.tokens_max, *work.trace.output_tokens))
+    engine.need(plan.energy_batch)
+    flags = ["--engine", engine.url, "--barrier", "--batch-size", str(plan.energy_batch), "--bins", "1"]
+    flags += ["--release", release, "--profile", str(path)]
+    flags += ["--predictor", "none", "--memory-keys", "0", "--drain-s", str(DRAIN_S)]
     if target_s is not None:
         flags += ["--latency-target-s", f"{target_s:.6g}", "--latency-target-percentile", f"{PERCENTILE:g}"]
     journal_path = machine.scratch / f"{release}-{load:g}.jsonl"
+    journal_path.unlink(missing_ok=True)
     async with front_end(f"{release} at load {load:g}", *flags, "--journal", str(journal_path)) as server:
         measured = await _serve(server, machine.energy, plan, work.trace)
     plans = [step.event.plan for step in journal.read(journal_path)[1] if isinstance(step.event, DispatchSolved)]
     known = [plan for plan in plans if plan.power_w_mean is not None]
     return {
-        **{"release": release, "load": load, "requests": plan.requests, "latency_target_s": target_s, **measured},
+        **{"release": release, "load": load, "requests": len(work.trace), "latency_target_s": target_s, **measured},
         **{"forecast_joules_per_token": forecast.energy_j_per_token, "forecast_latency_s_p95": forecast.latency_s_p95},
         **{"plan_power_w": known[-1].power_w_mean if known else None, "plans": len(plans)},
     }
+
+
+def _scenario(plan: CampaignPlan, load: float, profile: Path, scheduling: SchedulingConfig) -> Scenario:
+    """As many requests as arrive in energy_s: how many that are depends on the profile."""
+    scenario = Scenario(requests=1, load=load, lengths=plan.lengths, barrier=True, profile=str(profile), seed=plan.seed)
+    rate_per_s = prepare(scenario, scheduling).arrival_rate_per_s
+    return msgspec.structs.replace(scenario, requests=max(REQUESTS_LEAST, round(plan.energy_s * rate_per_s)))
 
 
 async def _serve(server: Server, energy: GpuEnergy, plan: CampaignPlan, trace: Trace) -> dict[str, float]:
@@ -109,9 +129,8 @@ async def _serve(server: Server, energy: GpuEnergy, plan: CampaignPlan, trace: T
             ended_s = time.perf_counter()
             return ended_s - due_s, energy.energy_j(time.monotonic())
 
-        async with sampling(energy):
-            before_j, began_s = energy.energy_j(time.monotonic()), time.perf_counter()
-            answered = (await client.at_their_times([*at_s, at_s[-1] + gap_s], send))[:-1]
+        before_j, began_s = energy.energy_j(time.monotonic()), time.perf_counter()
+        answered = (await client.at_their_times([*at_s, at_s[-1] + gap_s], send))[:-1]
     seconds = time.perf_counter() - began_s
     latencies_s, joules = np.array(answered).T
     drawn_j = float(joules.max()) - before_j
@@ -142,8 +161,9 @@ def savings(results: Results) -> list[dict[str, Any]]:
 
 def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each load: joules a token against the latency's 95th percentile, measured and foretold."""
-    figure, (panels,) = new_figure(1, len(plan.loads), width=1.2 + 3.6 * len(plan.loads), height=3.6)
-    for axes, load in zip(panels, plan.loads, strict=True):
+    loads = sorted({row["load"] for row in results.steps.values()}) or plan.loads
+    figure, (panels,) = new_figure(1, len(loads), width=1.2 + 3.6 * len(loads), height=3.6)
+    for axes, load in zip(panels, loads, strict=True):
         for release, color in zip(RELEASES, (GREY, BLUE, GREEN), strict=True):
             row = results.steps.get(_name(release, load))
             if row is not None:
@@ -159,3 +179,8 @@ def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
 def missed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that save less than their goal."""
     return [row for row in rows if row["goal"] is not None and row["saved"] < row["goal"]]
+
+
+def unforetold(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those whose saving is further from the forecast than WITHIN."""
+    return [row for row in rows if abs(row["saved"] - row["forecast_saved"]) > WITHIN]

@@ -13,17 +13,19 @@ from gpu.plans import CampaignPlan
 from gpu.steps import CampaignStep, Results
 
 SETTING = ("prompts",)
+VALUE = 5  # of the step
+PART = "predictor"
 TIMES = "times"
 
 
 def steps(plan: CampaignPlan, machine: Machine, folder: Path | None) -> list[CampaignStep]:
     """folder : of an exported predictor; None: the demo's."""
-    return [CampaignStep(TIMES, 60.0, partial(_measure, plan, machine, folder))]
+    return [CampaignStep(PART, TIMES, VALUE, 40.0, partial(_measure, plan, machine, folder))]
 
 
 async def _measure(plan: CampaignPlan, machine: Machine, folder: Path | None) -> Any:
     words = ["--predictor", str(folder)] if folder else []
-    return await machine.alone("gpu.predictor_times", "--prompts", str(plan.prompts), *words, timeout_s=180)
+    return await machine.alone("gpu.predictor_times", "--prompts", str(plan.prompts), *words)
 
 
 def rows(results: Results) -> dict[str, dict[str, float]]:

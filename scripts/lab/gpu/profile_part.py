@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,61 +25,117 @@ from gpu.machine import Machine, words_of
 from gpu.plans import CampaignPlan
 from gpu.steps import CampaignStep, Results
 from llmserve.engines import measuring
+from llmserve.engines.measuring import MeasuringPlan
 from llmserve.profile import profile_of
 
-SETTING = ("shapes", "rows", "contexts", "tokens", "rounds", "idle_s", "answers", "tokens_max", "seed")
+SETTING = ("contexts", "tokens", "rounds", "batch_s", "idle_s", "answers", "tokens_max", "seed")
 LINE_BATCHES = (1, 8)  # sizes of the batches of Fig. 5
+SETTLING_S = 2.0  # until a GPU that has worked draws what it draws idle
+FIRST, REST, LAST = 1, 6, 7  # values of the steps
+PART = "profile"
 STEPS, BATCHES, LINE = "steps", "batches", "time against the longest answer"
 
 
-def profile_name(shape: str) -> str:
-    return f"h200-{shape}"
-
-
 def steps(plan: CampaignPlan, machine: Machine) -> list[CampaignStep]:
-    return [
-        step
-        for shape in plan.shapes
-        for step in (
-            CampaignStep(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
-            CampaignStep(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
-            CampaignStep(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
-        )
-    ]
+    """Of each model its batches and its steps. The batches of the last model come last, because the next part uses the
+    same engine. Those of another model come before its steps: an engine's start finds out what runs on this machine.
+    """
+    values = [FIRST] + [REST] * (len(plan.rows) - 2) + [LAST]
+    made = []
+    for rows, value in zip(plan.rows, values, strict=True):
+        for shape in plan.shapes:
+            both = [_batched(plan, machine, shape, rows, value), _timed(plan, machine, shape, rows, value)]
+            both = both[::-1] if shape == plan.shapes[-1] else both
+            made += [step for step in both if value != REST or BATCHES not in step.name]  # no more for the profile
+    return [*made, *[_lined(plan, machine, shape) for shape in plan.shapes]]
 
 
-async def _step_times(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
-    words = ("--shape", shape, "--rows", words_of(plan.rows), "--contexts", words_of(plan.contexts))
-    return await machine.alone("gpu.step_times", *words, timeout_s=300)
-
-
-async def _batches(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
-    """As `llmserve profile` measures an engine, with the joules of the GPU's counter."""
-    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
-    measured = await measuring.measure(
-        url,
-        shape,
-        measuring.MeasuringPlan(plan.rows, plan.tokens, plan.rounds, plan.seed),
-        machine.energy,
-        idle_s=plan.idle_s,
-        on_batch=lambda *_: None,
+def _timed(plan: CampaignPlan, machine: Machine, shape: str, rows: tuple[int, ...], value: int) -> CampaignStep:
+    about_s = plan.start_s[shape] + 1.0 * len(rows) * len(plan.contexts)
+    return CampaignStep(
+        PART, name_of(shape, STEPS, rows), value, about_s, partial(_step_times, plan, machine, shape, rows)
     )
-    return {"idle_w": measured.idle_w, "batches": [asdict(batch) for batch in measured.batches]}
+
+
+def _batched(plan: CampaignPlan, machine: Machine, shape: str, rows: tuple[int, ...], value: int) -> CampaignStep:
+    lasts_s = plan.batch_s * (1.3 if shape == plan.shape else 1.8)  # a batch of the larger model lasts longer
+    about_s = SETTLING_S + plan.idle_s + 2 * plan.rounds * len(rows) * lasts_s
+    measure = partial(_batches, plan, machine, shape, rows)
+    return CampaignStep(PART, name_of(shape, BATCHES, rows), value, about_s, measure, shape, plan.start_s[shape])
+
+
+def _lined(plan: CampaignPlan, machine: Machine, shape: str) -> CampaignStep:
+    about_s = 0.5 * len(LINE_BATCHES) * plan.answers * (1.0 if shape == plan.shape else 4.0)
+    measure = partial(_line, plan, machine, shape)
+    return CampaignStep(PART, f"{shape}: {LINE}", REST, about_s, measure, shape, plan.start_s[shape])
+
+
+def name_of(shape: str, what: str, rows: Sequence[int]) -> str:
+    return f"{shape}: {what} of {', '.join(map(str, rows))}"
+
+
+def profile_name(device: str, shape: str) -> str:
+    """device : its short name"""
+    return f"{device}-{shape}"
+
+
+async def _step_times(plan: CampaignPlan, machine: Machine, shape: str, rows: tuple[int, ...]) -> Any:
+    words = ("--shape", shape, "--rows", words_of(rows), "--contexts", words_of(plan.contexts))
+    measured = await machine.alone("gpu.step_times", *words, levels=True)
+    for note in measured.pop("notes"):
+        machine.note(note)
+    return measured
+
+
+async def _batches(plan: CampaignPlan, machine: Machine, shape: str, rows: tuple[int, ...]) -> Any:
+    """As `llmserve profile` measures an engine, with each batch repeated for batch_s seconds."""
+    engine = await machine.engine(shape, max(rows), max(plan.tokens, plan.tokens_max))
+    sizes = [size for size in rows if size <= engine.batch_size_max]
+    if not sizes:
+        engine.need(max(rows))
+    batches = MeasuringPlan(sizes, plan.tokens, plan.rounds, plan.seed)
+    async with _client(engine.url, shape, plan) as client:
+        idle_w = None
+        if machine.energy is not None:
+            await asyncio.sleep(min(SETTLING_S, plan.idle_s))
+            idle_w = await measuring.idle_power_w(machine.energy, plan.idle_s)
+        await client.learn(min(batches.lengths))
+        await client.batch(max(sizes), plan.tokens)  # warms up
+        measured = [await _observe(client, machine, size, tokens, plan.batch_s) for size, tokens in batches.batches()]
+    return {"idle_w": idle_w, "batches": [asdict(batch) for batch in measured]}
+
+
+@asynccontextmanager
+async def _client(url: str, shape: str, plan: CampaignPlan) -> AsyncIterator[measuring.Client]:
+    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        yield measuring.Client(session, url, shape, plan.seed)
+
+
+async def _observe(client: measuring.Client, machine: Machine, size: int, tokens: int, least_s: float) -> Observation:
+    """The mean of equal batches, one after the other for at least so many seconds."""
+    began_s, before_j = time.monotonic(), machine.joules()
+    count, longest = 0, 0.0
+    while not count or time.monotonic() - began_s < least_s:
+        longest = await client.batch(size, tokens)
+        count += 1
+    seconds, after_j = time.monotonic() - began_s, machine.joules()
+    drawn_j = 0.0 if before_j is None or after_j is None else after_j - before_j
+    return Observation(size, longest, seconds / count, drawn_j / count if drawn_j > 0 else None)
 
 
 async def _line(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     """Fig. 5: batches of answers of one length each, in an order drawn anew."""
-    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
+    engine = await machine.engine(shape, max(LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     lengths = np.linspace(plan.tokens_max / plan.answers, plan.tokens_max, plan.answers).astype(int).tolist()
     rng = random.Random(plan.seed)
-    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        client = measuring.Client(session, url, shape, plan.seed)
+    async with _client(engine.url, shape, plan) as client:
         await client.learn(min(lengths))
-        batches = []
-        for size in LINE_BATCHES:
-            for length in rng.sample(lengths, len(lengths)):
-                batches.append(await measuring.observe(client, machine.energy, size, length))
+        batches = [
+            await measuring.observe(client, machine.energy, size, length)
+            for size in LINE_BATCHES
+            for length in rng.sample(lengths, len(lengths))
+        ]
     return [{"size": size, **_straight(batches, size)} for size in LINE_BATCHES]
 
 
@@ -89,29 +148,53 @@ def _straight(batches: Sequence[Observation], size: int) -> dict[str, Any]:
 # ---- what comes of it ---------------------------------------------------------------------------------------------
 
 
-def profile(results: Results, shape: str) -> Profile:
-    """The profile of one model. Raises LookupError when its batches were not measured."""
-    name = f"{shape}: {BATCHES}"
-    if name not in results.steps:
-        raise LookupError(f"{results.path} has no {name!r}: run the part profile first")
-    measured = results.steps[name]
+def batches_of(results: Results, shape: str) -> dict[str, Any] | None:
+    """The batches that the profile is fitted to, of several sizes; None if they were not measured."""
+    first = name_of(shape, BATCHES, ())
+    measured = (value for name, value in results.steps.items() if name.startswith(first))
+    return next((value for value in measured if len({batch["size"] for batch in value["batches"]}) > 1), None)
+
+
+def step_times(results: Results, shape: str) -> list[dict[str, Any]]:
+    """All timed steps of the model, by rows and context."""
+    first = name_of(shape, STEPS, ())
+    timed = [step for name, value in results.steps.items() if name.startswith(first) for step in value["steps"]]
+    return sorted(timed, key=lambda step: (step["rows"], step["context"]))
+
+
+def prefill_times(results: Results, shape: str) -> list[dict[str, Any]]:
+    first = name_of(shape, STEPS, ())
+    timed = [step for name, value in results.steps.items() if name.startswith(first) for step in value["prefills"]]
+    return sorted(timed, key=lambda prefill: prefill["rows"])
+
+
+def copied(results: Results, shape: str) -> float | None:
+    """Bytes a second of a copy, at which the floors of the model's steps were computed."""
+    first = name_of(shape, STEPS, ())
+    return next((value["copy_bytes_per_s"] for name, value in results.steps.items() if name.startswith(first)), None)
+
+
+def profile(results: Results, shape: str, device: str) -> Profile:
+    """The profile of one model. device : its short name.  Raises LookupError when its batches were not measured."""
+    measured = batches_of(results, shape)
+    if measured is None:
+        raise LookupError(f"{results.path} has no batches of {shape}, from which the profile follows")
     batches = [Observation(**batch) for batch in measured["batches"]]
-    run = results.runs[-1]
     origin = (
-        f"Measured by scripts/lab/gpu/campaign.py, {run['date']}: {shape} of random weights on {run['device']}, "
-        f"{len(batches)} batches of {min(batch.size for batch in batches)} to {max(batch.size for batch in batches)} "
-        "sequences, prompts of a few tokens"
+        f"Measured by scripts/lab/gpu/campaign.py, {results.runs[0]['date']}: {shape} of random weights on "
+        f"{results.device}, {len(batches)} batches of {min(batch.size for batch in batches)} to "
+        f"{max(batch.size for batch in batches)} sequences, prompts of a few tokens"
     )
-    return profile_of(batches, name=profile_name(shape), origin=origin, idle_w=measured["idle_w"])
+    return profile_of(batches, name=profile_name(device, shape), origin=origin, idle_w=measured["idle_w"])
 
 
 def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each model: step times beside the floor; watts and tokens/s by size; time against the longest answer."""
     figure, axes = new_figure(len(plan.shapes), 4, width=15, height=3.4 * len(plan.shapes))
     for row, shape in zip(axes, plan.shapes, strict=True):
-        if (timed := results.steps.get(f"{shape}: {STEPS}")) is not None:
-            _draw_steps(row[0], [step for step in timed["steps"] if step["fused"]], shape)
-        if (measured := results.steps.get(f"{shape}: {BATCHES}")) is not None:
+        if timed := step_times(results, shape):
+            _draw_steps(row[0], timed, shape)
+        if (measured := batches_of(results, shape)) is not None:
             _draw_power(row[1], measured)
             _draw_rates(row[2], rates(measured))
         for color, line in zip((BLUE, ORANGE), results.steps.get(f"{shape}: {LINE}", ()), strict=False):
@@ -131,7 +214,7 @@ def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> Non
         axes.plot(rows, 1e3 * step_s, "o-", ms=4, color=color, label=f"context {context:g}")
         axes.plot(rows, 1e3 * floor_s, ":", color=color)
     log_ticks(axes)
-    axes.set(title=shape, xlabel="sequences in a step", ylabel="ms a step (dotted: memory's floor)", ylim=0)
+    axes.set(title=shape, xlabel="sequences in a step", ylabel="ms a step (dotted: the floor)", ylim=0)
     axes.legend()
 
 
@@ -143,6 +226,16 @@ def rates(measured: dict[str, Any]) -> dict[int, float]:
         if batch["tokens"] == longest:
             full[batch["size"]].append(batch["size"] * batch["tokens"] / batch["seconds"])
     return {size: statistics.median(full[size]) for size in sorted(full)}
+
+
+def joules_per_token(measured: dict[str, Any]) -> dict[int, float]:
+    """By the size of the batch, of the longer batches whose joules were measured."""
+    longest = max(batch["tokens"] for batch in measured["batches"])
+    drawn: dict[int, list[float]] = defaultdict(list)
+    for batch in measured["batches"]:
+        if batch["tokens"] == longest and batch["joules"]:
+            drawn[batch["size"]].append(batch["joules"] / (batch["size"] * batch["tokens"]))
+    return {size: statistics.median(drawn[size]) for size in sorted(drawn)}
 
 
 def _draw_rates(axes: Any, tokens_per_s: dict[int, float]) -> None:

@@ -1,21 +1,27 @@
-"""`python -m gpu.step_times`: seconds of a prefill, and of a step by rows and context beside the floor of memory."""
+"""`python -m gpu.step_times`: device seconds of a prefill, and of a step by rows and context beside its floor.
+
+The floor is the time to read the weights and the cached keys and values once, at the bandwidth of a copy on the same
+device. Steps run back to back, so that the device never waits for the host. Each repetition has other random inputs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from gpu.models import H200_BYTES_PER_S, SHAPES, Shape, random_llama
-from llmserve.engines.embedded.static_batch import StaticDecoder
+from gpu.models import fused_llama
+from gpu.noted import Noted
+from gpu.shapes import SHAPES, Shape
+from gpu.timing import copy_bytes_per_s, median_s
+from llmserve.engines.embedded import static_batch
+from llmserve.engines.embedded.static_batch import StaticDecoder, Step
 
-REPEATS = 12  # of each step, of which the median counts
-COPY_BYTES = 4 << 30
+STEPS = 8  # back to back, in each repetition
+REPEATS, PREFILL_REPEATS = 9, 5  # of which the median counts
 PREFILL_TOKENS = 128  # of each prompt
 
 
@@ -25,69 +31,98 @@ def main() -> None:
     parser.add_argument("--rows", type=_numbers, required=True)
     parser.add_argument("--contexts", type=_numbers, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
     args = parser.parse_args()
-    shape = SHAPES[args.shape]
-    result = {
-        "copy_bytes_per_s": _copy_bytes_per_s(args.device),
-        "data_sheet_bytes_per_s": H200_BYTES_PER_S,
-        "steps": [],
-    }
-    for fused in (False, True):
-        model = random_llama(args.shape, args.device, fused=fused)
-        with torch.inference_mode():
-            result["steps"] += [{"fused": fused, **row} for row in _measured(model, shape, args.rows, args.contexts)]
-        del model
-    print(json.dumps(result))
+    noted = Noted()
+    copied = copy_bytes_per_s(torch.device(args.device))
+    model = fused_llama(args.shape, args.device, compiles=not args.no_compile)
+    capture = static_batch.uncaptured if args.no_graphs else None
+    with torch.inference_mode():
+        measured = measure(model, SHAPES[args.shape], args.rows, args.contexts, copied, noted, capture)
+    print(json.dumps({"copy_bytes_per_s": copied, "prefill_tokens": PREFILL_TOKENS, **measured, "notes": noted.notes}))
 
 
-def _measured(model: Any, shape: Shape, rows: list[int], contexts: list[int]) -> Iterator[dict[str, Any]]:
-    decoder = StaticDecoder(model)
-    for count in sorted(rows, reverse=True):  # the largest makes room for all
-        prompts = [[1] * PREFILL_TOKENS] * count
-        decoder.batch(prompts, max(contexts)).prefill()
-        prefill_s = _median_s(decoder.batch(prompts, max(contexts)).prefill, decoder.device, 3)
-        decoder.randomise()
-        for context in contexts:
-            batch = decoder.batch([[1]] * count, max(contexts))
+def measure(
+    model: Any,
+    shape: Shape,
+    rows: list[int],
+    contexts: list[int],
+    bytes_per_s: float,
+    noted: Noted,
+    capture: Callable[[Step], Step] | None = None,
+) -> dict[str, Any]:
+    """Prefills and steps. Those without enough memory are left out and noted; smaller ones follow."""
+    steps, prefills = [], []
+    decoder = StaticDecoder(model, capture)
+    cases = sorted(((count, context) for count in rows for context in contexts), key=_places, reverse=True)
+    for count, context in cases:  # the largest first: its memory is enough for all others
+        try:
+            steps.append(_step(decoder, shape, count, context, bytes_per_s))
+            continue
+        except torch.OutOfMemoryError:
+            noted.add(f"out of memory in a step of {count} sequences with context {context}")
+        _free()
+    for count in sorted(rows, reverse=True):
+        try:
+            prefills.append(_prefill(decoder, shape, count))
+            continue
+        except torch.OutOfMemoryError:
+            noted.add(f"out of memory in a prefill of {count} prompts")
+        _free()
+    return {"steps": sorted(steps, key=_case), "prefills": sorted(prefills, key=lambda prefill: prefill["rows"])}
+
+
+def _places(case: tuple[int, int]) -> int:
+    return case[0] * case[1]
+
+
+def _case(step: dict[str, Any]) -> tuple[int, int]:
+    return step["rows"], step["context"]
+
+
+def _step(decoder: StaticDecoder, shape: Shape, rows: int, context: int, bytes_per_s: float) -> dict[str, Any]:
+    batch = decoder.batch(_prompts(shape, rows, 1), context)
+    batch.prefill()  # allocates the cache
+    decoder.randomise()
+    inputs = list(_inputs(decoder, shape, rows, REPEATS))
+    batch.go_to(context - 1)
+    batch.step(inputs[0])  # captures the graph
+
+    def work(number: int) -> None:
+        for _ in range(STEPS):
             batch.go_to(context - 1)
-            ids = torch.ones(count, dtype=torch.int64, device=decoder.device)
-            batch.step(ids)  # captures it
-            step_s = _median_s(lambda: _at(batch, context - 1, ids), decoder.device, REPEATS)  # noqa: B023
-            floor_s = shape.step_bytes(count, context) / H200_BYTES_PER_S
-            yield {
-                **{"rows": count, "context": context, "step_s": step_s, "floor_s": floor_s},
-                **{"share_of_floor": floor_s / step_s, "prefill_s": prefill_s},
-            }
+            batch.step(inputs[number])
+
+    work(0)  # warms up
+    seconds, spread = median_s(work, decoder.device, REPEATS)
+    floor_s = shape.step_bytes(rows, context, decoder.model.dtype.itemsize) / bytes_per_s
+    return {
+        **{"rows": rows, "context": context, "step_s": seconds / STEPS, "spread": spread},
+        **{"floor_s": floor_s, "share_of_floor": floor_s * STEPS / seconds},
+    }
 
 
-def _at(batch: Any, column: int, ids: torch.Tensor) -> None:
-    batch.go_to(column)
-    batch.step(ids)
+def _prefill(decoder: StaticDecoder, shape: Shape, rows: int) -> dict[str, Any]:
+    batches = [decoder.batch(_prompts(shape, rows, PREFILL_TOKENS), 1) for _ in range(PREFILL_REPEATS)]
+    batches[0].prefill()  # warms up
+    seconds, spread = median_s(lambda number: batches[number].prefill(), decoder.device, PREFILL_REPEATS)
+    return {"rows": rows, "prefill_s": seconds, "spread": spread}
 
 
-def _median_s(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        _wait(device)
-        began_s = time.perf_counter()
-        run()
-        _wait(device)
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds)
+def _prompts(shape: Shape, rows: int, tokens: int) -> list[list[int]]:
+    return torch.randint(0, shape.vocabulary, (rows, tokens)).tolist()  # type: ignore[no-any-return]
 
 
-def _copy_bytes_per_s(device: str) -> float:
-    """Of a copy in the device's memory, read and written bytes both counted."""
-    size = COPY_BYTES if device != "cpu" else 64 << 20
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * size / _median_s(lambda: target.copy_(source), source.device, 5)
+def _inputs(decoder: StaticDecoder, shape: Shape, rows: int, count: int) -> Iterator[torch.Tensor]:
+    for _ in range(count):
+        yield torch.randint(0, shape.vocabulary, (rows,), device=decoder.device)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
+def _free() -> None:
+    """After the exception is gone, and with it the frames that held tensors."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,49 +1,95 @@
-"""The steps of a campaign. Each result is written at once; a later run measures the steps without a result."""
+"""The steps of a campaign: which come first, how long each may take, and what they brought.
+
+All parts share one order: the most valuable step comes first, and each result is on the disk before the next step
+begins. So whenever the clock stops, what is there is the best that the time allowed. A later run goes on with the steps
+that have no result.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from bench.progress import log
-from bench.results import day_and_machine, rounded, write_json
+from bench.results import day_and_machine, rounded
+
+T = TypeVar("T")
+
+ENDING_S = 6.0  # kept back for the end of a run
+GIVING_WAY_S = 5.0  # that a step may take to end after its processes were killed
+SLACK_S = 20.0  # of a step's deadline, beside twice its estimate
 
 
 @dataclass(frozen=True)
 class CampaignStep:
-    """Something to measure. about_s : seconds that it may take.  measure : returns what goes into the JSON."""
+    """Something to measure.
 
+    part     whose results it belongs to
+    name     within the part
+    value    rank of its worth: steps of a smaller value come first, for all parts
+    about_s  seconds that it takes, without the start of its engine
+    engine, start_s  which engine it uses, and about how many seconds this engine takes to start; "": no engine
+    measure  returns what goes into the JSON
+    """
+
+    part: str
     name: str
+    value: int
     about_s: float
     measure: Callable[[], Awaitable[Any]]
+    engine: str = ""
+    start_s: float = 0.0
+
+    def takes_s(self, running: str) -> float:
+        """About how many seconds, after a step with the engine `running`."""
+        return self.about_s + (self.start_s if self.engine != running else 0.0)
+
+    def deadline_s(self, running: str) -> float:
+        """When it gives way: a step that takes so long hangs, or measures a machine that is busy with other things."""
+        return 2 * self.takes_s(running) + SLACK_S
+
+
+# ---- results ------------------------------------------------------------------------------------------------------
 
 
 class BadOutput(Exception):
-    """The folder holds results of other settings."""
+    """The folder holds results of other settings or of another device."""
 
 
 class Results:
-    """A part's results, in DIR/PART.json.
+    """A part's results on one device, in DIR/PART.json.
 
     setting  the values that the results depend on
-    Raises BadOutput for a file with another setting.
+    device   what the results were measured on, or "": any
+    Raises BadOutput for a file with another setting or device.
     """
 
-    def __init__(self, folder: Path, part: str, setting: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, part: str, setting: Mapping[str, Any], device: str = "") -> None:
         self.path = folder / f"{part}.json"
         self.part = part
-        self._content: dict[str, Any] = {"part": part, "setting": setting, "runs": [], "steps": {}, "failed": {}}
+        self._content: dict[str, Any] = {
+            **{"part": part, "device": device, "setting": dict(setting)},
+            **{"runs": [], "steps": {}, "notes": {}, "failed": {}},
+        }
         if self.path.exists():
-            earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            if earlier["setting"] != json.loads(json.dumps(setting)):
-                raise BadOutput(f"{self.path} is of other settings ({earlier['setting']}): give another --output")
-            self._content = earlier
+            self._content = self._earlier(self.path, setting, device)
+
+    @staticmethod
+    def _earlier(path: Path, setting: Mapping[str, Any], device: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content["setting"] != json.loads(json.dumps(setting)):
+            raise BadOutput(f"{path} is of other settings ({content['setting']}): give another --output")
+        if device and content["device"] != device:
+            raise BadOutput(f"{path} is of another device ({content['device']}): give another --output")
+        return content
 
     @classmethod
     def read(cls, folder: Path, part: str) -> Results:
@@ -53,8 +99,12 @@ class Results:
         return cls(folder, part, setting)
 
     @property
+    def device(self) -> str:
+        return str(self._content["device"])
+
+    @property
     def runs(self) -> list[dict[str, Any]]:
-        """When, on which device, and by which command."""
+        """When, by which command, with which energy counter, and what else used the device."""
         return list(self._content["runs"])
 
     @property
@@ -63,61 +113,159 @@ class Results:
         return dict(self._content["steps"])
 
     @property
+    def notes(self) -> dict[str, list[str]]:
+        """What was not as it should be while a step was measured, by the step's name."""
+        return dict(self._content["notes"])
+
+    @property
     def failed(self) -> dict[str, str]:
         """The last line of the error, by the step's name."""
         return dict(self._content["failed"])
 
-    def begin(self, command: str, device: str) -> None:
-        run = {**day_and_machine(), "device": device, "command": command}
+    def go_on_from(self, folder: Path) -> None:
+        """Take over the results of an earlier run, if these are none yet. Raises BadOutput, see the class."""
+        path = folder / self.path.name
+        if path.exists() and not self._content["steps"]:
+            self._content = self._earlier(path, self._content["setting"], self.device)
+            self._write()
+
+    def begin(self, command: str, **facts: Any) -> None:
+        run = {**day_and_machine(), **facts, "command": command}
         if run not in self._content["runs"]:
             self._content["runs"].append(run)
 
-    def put(self, step: str, value: Any) -> None:
+    def put(self, step: str, value: Any, notes: Sequence[str] = ()) -> None:
         self._content["steps"][step] = rounded(value)
         self._content["failed"].pop(step, None)
+        self._content["notes"].pop(step, None)
+        if notes:
+            self._content["notes"][step] = list(notes)
         self._write()
 
     def fail(self, step: str, error: BaseException) -> None:
-        self._content["failed"][step] = f"{type(error).__name__}: {error}".strip().splitlines()[-1][:500]
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        self._content["failed"][step] = lines[-1][:500]
         self._write()
 
     def _write(self) -> None:
-        write_json(self.path, self._content)
+        """At once and as a whole: a run that is killed leaves the results of before or after, never half of them."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(self._content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self.path)
 
 
-@dataclass
+# ---- the order ----------------------------------------------------------------------------------------------------
+
+
+def in_order(steps: Sequence[CampaignStep], results: Mapping[str, Results]) -> list[CampaignStep]:
+    """All steps without a result, the most valuable first. What failed before comes after what was never tried."""
+    missing = [step for step in steps if step.name not in results[step.part].steps]
+    return sorted(missing, key=lambda step: (step.name in results[step.part].failed, step.value))
+
+
+def planned(steps: Sequence[CampaignStep], seconds: float) -> Iterator[tuple[CampaignStep, float, bool]]:
+    """For each step in order: the step, its seconds, and whether it fits into the time by the estimates."""
+    left_s, running = seconds - ENDING_S, ""
+    for step in steps:
+        takes_s = step.takes_s(running)
+        fits = takes_s <= left_s
+        yield step, takes_s, fits
+        if fits:
+            left_s, running = left_s - takes_s, step.engine
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------
+
+
 class Clock:
-    """Time left for a run."""
+    """The time of one run.
 
-    until_s: float
+    minutes  that the run may take
+    pace     seconds of this clock in each real second: a rehearsal's clock runs too fast, a real one does not
+    """
 
-    @classmethod
-    def of(cls, minutes: float) -> Clock:
-        return cls(monotonic() + 60 * minutes)
+    def __init__(self, minutes: float, pace: float = 1.0) -> None:
+        self._pace = pace
+        self._until_s = monotonic() + 60 * minutes / pace
 
     @property
     def left_s(self) -> float:
-        return self.until_s - monotonic()
+        """Seconds of this clock until the end of the run."""
+        return (self._until_s - monotonic()) * self._pace
+
+    def real_s(self, seconds: float) -> float:
+        """Real seconds in so many of this clock."""
+        return seconds / self._pace
 
 
-async def run_steps(steps: Sequence[CampaignStep], results: Results, clock: Clock) -> None:
-    """Run the steps that have no result, in order, while there is time. A step that fails does not stop the others."""
-    missing = [step for step in steps if step.name not in results.steps]
-    for number, step in enumerate(missing, start=1):
-        title = f"{results.part}, {number} of {len(missing)}: {step.name}"
-        if step.about_s > clock.left_s:
-            log(f"{title}: left for the next run, it takes some {step.about_s:.0f} s")
+class GaveWay(Exception):
+    """A step reached its deadline, and its processes were killed."""
+
+
+async def within(seconds: float, work: Awaitable[T], kill: Callable[[], None]) -> T:
+    """The result of the work. After so many seconds its processes are killed, and GaveWay is raised.
+
+    kill : ends all processes that the work waits for, so that the work's own clean-up does not hang, too
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if done:
+            return task.result()
+        kill()
+        raise GaveWay(f"gave way after {seconds:.1f} s")
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GIVING_WAY_S)
+
+
+# ---- a run --------------------------------------------------------------------------------------------------------
+
+
+class Site(Protocol):
+    """Where steps run: see machine.py."""
+
+    def kill(self) -> None:
+        """End all engines and other processes of the steps, at once."""
+        ...
+
+    def taken_notes(self) -> list[str]:
+        """What was not as it should be since the last call."""
+        ...
+
+
+async def run_steps(
+    steps: Sequence[CampaignStep], results: Mapping[str, Results], clock: Clock, site: Site
+) -> list[CampaignStep]:
+    """Run the steps in order while there is time. A step that fails or hangs does not stop the others.
+
+    Returns the steps that did not fit.
+    """
+    left, running = [], ""
+    for number, step in enumerate(steps, start=1):
+        title = f"{number} of {len(steps)}, {step.part}: {step.name}"
+        takes_s = step.takes_s(running)
+        if takes_s > clock.left_s - ENDING_S:
+            log(f"{title}: left for the next run, it takes some {takes_s:.0f} s")
+            left.append(step)
             continue
-        began_s = monotonic()
+        began_s, of = monotonic(), results[step.part]
+        deadline_s = clock.real_s(min(step.deadline_s(running), clock.left_s - ENDING_S))
         try:
-            results.put(step.name, await step.measure())
-            log(f"{title}: {monotonic() - began_s:.1f} s")
+            value = await within(deadline_s, step.measure(), site.kill)
+            of.put(step.name, value, site.taken_notes())
+            running = step.engine
+            log(f"{title}: {monotonic() - began_s:.1f} s, some {takes_s:.0f} s expected")
         except Exception as error:  # an unknown machine may raise any exception
             traceback.print_exc(file=sys.stderr)
-            results.fail(step.name, error)
-            log(f"{title}: failed")
-
-
-def left(steps: Sequence[CampaignStep], results: Results) -> Iterator[str]:
-    """Names of the steps that have no result."""
-    return (step.name for step in steps if step.name not in results.steps)
+            site.kill()
+            of.fail(step.name, error)
+            notes = "".join(f"; {note}" for note in site.taken_notes())
+            running = ""
+            log(f"{title}: failed after {monotonic() - began_s:.1f} s{notes}")
+    return left
