@@ -115,14 +115,22 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return not self.models or model in self.models
 
 
+class Written(msgspec.Struct, frozen=True):
+    """What the front-end wrote into a body, between two places, instead of the client's bytes."""
+
+    start: int
+    stop: int
+    before: bytes
+
+
 class Call(msgspec.Struct, frozen=True):
-    """A client's HTTP request, forwarded to an engine unchanged except for `usage_added`.
+    """A client's HTTP request, forwarded to an engine unchanged except for `written`.
 
     path               the endpoint, e.g. "/v1/chat/completions"
     body               JSON bytes for the engine
     prompt             input of the length predictor
     stream             the client requests server-sent events
-    usage_added        the front-end added `stream_options.include_usage` to `body`, and hides the event from the client
+    written            the front-end's `stream_options.include_usage` in `body`; None: none was added
     choices            number of answers (`n` times the prompts), which share one count of output tokens; 0: none,
                        the prompt is all the work
     output_tokens_max  the client's limit of each answer
@@ -150,7 +158,7 @@ class Call(msgspec.Struct, frozen=True):
     body: bytes
     prompt: Prompt
     stream: bool
-    usage_added: bool = False
+    written: Written | None = None
     choices: int = 1
     output_tokens_max: int | None = None
     output_tokens_min: int | None = None
@@ -178,6 +186,27 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def model(self) -> str:
         return self.prompt.model
+
+    @property
+    def usage_added(self) -> bool:
+        """Whether the front-end asks for the event with the counts of a stream, and hides it from the client."""
+        return self.written is not None
+
+    @property
+    def sent_body(self) -> bytes:
+        """The body without what was added."""
+        written = self.written
+        if written is None:
+            return self.body
+        return self.body[: written.start] + written.before + self.body[written.stop :]
+
+    def with_value(self, place: slice, value: bytes) -> Call:
+        """The call with another value in its body, which is not a part of what was written."""
+        written, longer = self.written, len(value) - (place.stop - place.start)
+        if written is not None and place.start < written.start:
+            written = Written(written.start + longer, written.stop + longer, written.before)
+        body = self.body[: place.start] + value + self.body[place.stop :]
+        return msgspec.structs.replace(self, body=body, written=written)
 
     def __repr__(self) -> str:
         return f"Call to {self.path}"  # a line of the log never has a prompt

@@ -62,5 +62,4 @@ def with_model(call: Call, model: str) -> Call:
     else:
         text = readable_numbers(call.body)
         place, value = place_of(_BODY.decode(text).model, text), msgspec.json.encode(model)
-    body = call.body[: place.start] + value + call.body[place.stop :]
-    return replace(call, body=body, prompt=replace(call.prompt, model=model))
+    return replace(call.with_value(place, value), prompt=replace(call.prompt, model=model))

@@ -21,7 +21,7 @@ from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
 from llmserve.json_text import truth_of, without_bom
-from llmserve.request import Call
+from llmserve.request import Call, Written
 from predictor.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -100,15 +100,15 @@ def _answers_call(
         raise _too_many_choices(body, read, limits.choices_max)
     if body.truncates:
         ids = 0
-    stream, usage_added, sent = body.streams, False, data
+    stream, written, sent = body.streams, None, data
     if stream and isinstance(body, Body) and _lacks_usage(body):
-        usage_added, sent = True, _with_usage(data, text, body.stream_options)
+        sent, written = _with_usage(data, text, body.stream_options)
     return Call(
         path=endpoint.path,
         body=sent,
         prompt=read.prompt,
         stream=stream,
-        usage_added=usage_added,
+        written=written,
         choices=choices,
         output_tokens_max=output_tokens_max,
         output_tokens_min=body.output_tokens_min(output_tokens_max),
@@ -211,19 +211,22 @@ def _lacks_usage(body: Body) -> bool:
     return options.include_usage is None or truth_of(options.include_usage) is False
 
 
-def _with_usage(data: bytes, text: bytes, options: Raw) -> bytes:
-    """Return the body with stream_options.include_usage = true; all other bytes stay the same.
+def _with_usage(data: bytes, text: bytes, options: Raw) -> tuple[bytes, Written]:
+    """Return the body with stream_options.include_usage = true, and where; all other bytes stay the same.
 
     text : of which `options` is a view, of the same length as `data`.  options : empty if absent
     vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
     """
     if not options:
-        start = data.index(b"{") + 1
-        return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
-    place = place_of(options, text)
-    changed = {**(json.loads(data[place]) or {}), "include_usage": True}
-    changed.pop("continuous_usage_stats", None)
-    return data[: place.start] + json.dumps(changed).encode() + data[place.stop :]
+        start, new = data.index(b"{") + 1, b'"stream_options":{"include_usage":true},'
+        place = slice(start, start)
+    else:
+        place = place_of(options, text)
+        changed = {**(json.loads(data[place]) or {}), "include_usage": True}
+        changed.pop("continuous_usage_stats", None)
+        new = json.dumps(changed).encode()
+    written = Written(place.start, place.start + len(new), data[place])
+    return data[: place.start] + new + data[place.stop :], written
 
 
 def _stream_name(text: str | None) -> str:

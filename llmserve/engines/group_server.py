@@ -62,7 +62,7 @@ class GroupServer(OpenAIEngine):
         opening = self._opening(call) + header_of(call)
         for name, value in call.headers:
             opening += f"{name}: {value}\r\n".encode("latin-1")
-        return GroupAnswer(self._client.ask(opening, call.body, on_change), self)
+        return self._asked(GroupAnswer, opening, call, None, on_change)
 
     async def probe(self) -> Health:
         """A group that has just started lists no model, until its engines have come: its requests wait, as if it were

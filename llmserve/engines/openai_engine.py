@@ -1,8 +1,8 @@
 """A client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, the embedded engine, ...
 
-The client's body and the engine's bytes are forwarded unchanged; but an engine that goes by priority gets the request's
-turn as the field `priority`. Two headers name the batch of a request for a
-static-batching engine; other servers ignore both headers.
+The client's body and the engine's bytes are forwarded unchanged, but for what additions.py adds: an engine is asked for
+the counts of a stream, and one that goes by priority gets the request's turn as the field `priority`. Two headers name
+the batch of a request for a static-batching engine; other servers ignore both headers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from llmserve.engines.additions import PRIORITY, USAGE, Additions, Asking, with_priority
 from llmserve.engines.connecting import HttpError, printable
 from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, ServedModel
 from llmserve.engines.event_stream import Count
@@ -69,9 +70,9 @@ class _OpenApi(msgspec.Struct):
 
 
 class HttpAnswer:
-    """An answer over HTTP; see engine.Answer."""
+    """An answer over HTTP; see engine.Answer. asking : asks again, where the engine may refuse what was added"""
 
-    __slots__ = ("_engine", "_response", "content_type", "fault", "headers", "retry_after", "status")
+    __slots__ = ("_engine", "_response", "asking", "content_type", "fault", "headers", "retry_after", "status")
 
     served: Mapping[str, Any] = NOTHING
 
@@ -81,6 +82,7 @@ class HttpAnswer:
         self.content_type = ""
         self.retry_after: str | None = None
         self.headers: Headers = ()
+        self.asking: Asking | None = None
         self._response = response
         self._engine = engine
 
@@ -92,6 +94,11 @@ class HttpAnswer:
         if self.status:
             return True
         response = self._response
+        if self.asking is not None and response.status:
+            if (again := self.asking.again(response)) is not None:
+                self._response = again
+                return False
+            self.asking = None
         if not response.status:
             if response.error is not None:
                 raise self._engine.no_answer(response.error)
@@ -174,6 +181,9 @@ def auth_error(name: str, status: int) -> EngineError:
     return EngineError(message, code="engine_auth")
 
 
+Kind = TypeVar("Kind", bound=HttpAnswer)
+
+
 class OpenAIEngine:
     """An engine at `url` (scheme, host, port and optional path prefix; a trailing /v1 is removed).
 
@@ -196,6 +206,7 @@ class OpenAIEngine:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
         self.slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
+        self._additions = Additions()
         self._probe_path = probe_path
         self._lacking: set[str] = set()  # paths of probes that the engine does not have, or does not show
         self._health: Health | None = None  # of the last probe, unless that failed
@@ -220,14 +231,26 @@ class OpenAIEngine:
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
         for name, value in call.headers:
             further += f"{name}: {value}\r\n"
-        body = call.body
-        takes_priority = call.form is None or call.form.takes_priority
-        if takes_priority and (
-            batch.turn is not None or call.priority
-        ):  # the client's is the front-end's, api/shares.py
-            body = with_priority(body, batch.turn or 0.0)
-        response = self._client.ask(opening + further.encode("latin-1"), body, on_change)
-        return HttpAnswer(response, self)
+        turn = batch.turn
+        if call.form is not None and not call.form.takes_priority:
+            turn = None
+        elif turn is None and call.priority:  # the client's is the front-end's, api/shares.py
+            turn = 0.0
+        return self._asked(HttpAnswer, opening + further.encode("latin-1"), call, turn, on_change)
+
+    def _asked(
+        self, kind: type[Kind], head: bytes, call: Call, turn: float | None, on_change: Callable[[], None]
+    ) -> Kind:
+        """Send a call with what is added to its body. turn : see Asking"""
+        client, takes = self._client, self._additions.takes
+        if (turn is None or takes(call, PRIORITY)) and (call.written is None or takes(call, USAGE)):
+            body = call.body if turn is None else with_priority(call.body, turn)
+            return kind(client.ask(head, body, on_change), self)
+        asking = Asking(self._additions, call, turn, lambda body: client.ask(head, body, on_change))
+        answer = kind(asking.ask(), self)
+        if asking.is_open:
+            answer.asking = asking
+        return answer
 
     def _opening(self, call: Call) -> bytes:
         """The first lines of a request; the same for each request to a path, but for bodies that are no JSON."""
@@ -283,6 +306,7 @@ class OpenAIEngine:
         """Forget what is known of the program behind the URL: another one may answer next."""
         self._health = self._paths_of = None
         self._lacking.clear()
+        self._additions.forget()
 
     async def _probed(self) -> Health:
         """Raises EngineError when the engine is not healthy, and HttpError when it gives no answer."""
@@ -394,12 +418,3 @@ class OpenAIEngine:
     async def close(self) -> None:
         await self._client.close()
         await self._probes.close()
-
-
-def with_priority(body: bytes, turn: float) -> bytes:
-    """The body of a call with vLLM's field `priority`: an engine runs the smallest first.
-
-    body : a JSON object with at least one field. A field that is there twice counts as the last one says.
-    turn : seconds, or the number of a batch; thousandths are kept.
-    """
-    return b'%b,"priority":%d}' % (body.rstrip()[:-1], round(1000 * turn))
