@@ -38,6 +38,7 @@ from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser, limits_of
+from llmserve.api.paths import METHODS, Paths
 from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
@@ -127,7 +128,9 @@ class App:
         state = StateEndpoints(cluster, metrics, seeing)
         admins = AdminEndpoints(cluster, admin, key_limits, reload)
         parts = (self._batches, ResponseEndpoints(cluster, keys), state, page)
-        self._others = AsgiHandler(_other_paths(self._endpoints, admins, parts), self.refused)
+        others = _other_paths(self._endpoints, admins, parts)
+        self._others = AsgiHandler(others, self.refused)
+        self._paths = self._endpoints.paths = Paths(others, ENDPOINTS)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
@@ -156,6 +159,8 @@ class App:
         else:
             keys = self._keys_of_bodies.get(exchange.path) if exchange.method == "POST" else None
         exchange.keeps_body = keys is not None
+        if exchange.announces_body and keys is None and not self._paths.methods(exchange.path):
+            raise self._endpoints.no_path(exchange.path)
         if keys is not None:
             exchange.key = keys.authenticate(exchange.headers.get("authorization"))
 
@@ -182,10 +187,19 @@ class App:
     def _handle(self, exchange: Exchange) -> None:
         if exchange.endpoint is not None:
             self._endpoints.complete(exchange)
-        elif self._cors is not None and self._cors.is_preflight(exchange):
-            self._cors.answer(exchange)
+        elif exchange.method == "OPTIONS":
+            self._answer_options(exchange)
         else:
             self._others.handle(exchange)
+
+    def _answer_options(self, exchange: Exchange) -> None:
+        """Tell browsers what pages may send, and load balancers that the server lives."""
+        if self._cors is not None and self._cors.is_preflight(exchange):
+            self._cors.answer(exchange)
+            return
+        methods = METHODS if exchange.path == "*" else self._paths.methods(exchange.path) or ("OPTIONS",)
+        exchange.start(204, [(b"allow", ", ".join(methods).encode())], None)
+        exchange.end()
 
     def refused(self, exchange: Exchange, error: RequestError) -> None:
         self._endpoints.count(exchange, error)
@@ -250,6 +264,8 @@ def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
 
 
 class _Endpoints:
+    paths: Paths  # of the whole server
+
     def __init__(
         self,
         cluster: LiveCluster,
@@ -392,12 +408,18 @@ class _Endpoints:
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             return await self.wrong_method(request)
-        return error_response(NotFound(f"there is no {request.url.path}"))
+        return error_response(self.no_path(request.url.path))
+
+    def no_path(self, path: str) -> NotFound:
+        meant = self.paths.meant(path)
+        return NotFound(f"there is no {path}" + (f"; did you mean {meant}?" if meant else ""))
 
     async def wrong_method(self, request: Request) -> Response:
-        response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
-        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload", "/admin/peers"))
-        response.headers["allow"] = "POST" if request.url.path in ENDPOINTS or is_order else "GET"
+        methods = ", ".join(self.paths.methods(request.url.path))
+        response = error_response(
+            MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}; it takes {methods}")
+        )
+        response.headers["allow"] = methods
         return response
 
 

@@ -30,6 +30,7 @@ from urllib.parse import unquote
 import httptools
 
 from llmserve.api.exchange import Exchange
+from llmserve.api.paths import plain
 from llmserve.api.streamed import BODY_S, DISK, pass_on
 from llmserve.api.turns import LONG_READ_BYTES
 from llmserve.errors import (
@@ -490,6 +491,8 @@ def path_and_query(target: bytes) -> tuple[str, bytes]:
         url = httptools.parse_url(target) if target != b"*" else None
         target = (url.path or b"/") + (b"?" + url.query if url.query else b"") if url is not None else b"*"
     path, _, query = target.partition(b"?")
+    if b"//" in path or path.endswith(b"/"):
+        path = plain(path)
     return path.decode("latin-1") if b"%" not in path else unquote(path.decode("latin-1")), query
 
 

@@ -91,6 +91,10 @@ class Exchange:
         if self._grown is not None:
             self.body, self._grown = bytes(self._grown), None
 
+    @property
+    def announces_body(self) -> bool:
+        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+
     def replace_body(self, body: bytes) -> None:
         """Take the unpacked body for the packed one. Raises RequestError when its holder has too many bytes."""
         error = self._connection.server.keep(self, len(body) - len(self.body))

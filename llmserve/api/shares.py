@@ -26,7 +26,7 @@ def level_of(call: Call, policy: KeyPolicy) -> int:
         return 0
     if call.tier in LEVELS and call.tier not in policy.tiers:
         raise BadRequest(
-            f"this key may not ask for the service tier {call.tier!r}; it may ask for {', '.join(policy.tiers)}",
+            f"{_who(call)} may not ask for the service tier {call.tier!r}; it may ask for {', '.join(policy.tiers)}",
             param="service_tier",
             code="service_tier_not_allowed",
         )
@@ -34,11 +34,15 @@ def level_of(call: Call, policy: KeyPolicy) -> int:
     if not least <= call.priority <= most:
         may = f"from {least} to {most}" if policy.priority else "0 and above (less comes first)"
         raise BadRequest(
-            f"this key may not ask for the priority {call.priority}; it may ask for {may}",
+            f"{_who(call)} may not ask for the priority {call.priority}; it may ask for {may}",
             param="priority",
             code="priority_not_allowed",
         )
     return max(-LEVEL_MOST, min(LEVEL_MOST, LEVELS.get(call.tier, 0) + call.priority))
+
+
+def _who(call: Call) -> str:
+    return "this key" if call.prompt.sender else "without keys (--api-key-file), a request"
 
 
 def shared_by(fair_by: str | None, *, keys: bool) -> str:

@@ -381,7 +381,7 @@ async def test_a_wrong_method_names_the_right_ones(start_front: StartFront) -> N
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         async with front.session.get(f"{front.url}/v1/completions") as response:
-            assert (response.status, response.headers["allow"]) == (405, "POST")
+            assert (response.status, response.headers["allow"]) == (405, "POST, OPTIONS")
 
 
 # ---- clients that leave ----

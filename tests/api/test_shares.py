@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from front import Front, StartFront
+from msgspec.structs import replace
 
 from llmserve.api.key_file import KeyPolicy
 from llmserve.api.shares import LEVEL_WEIGHT, with_share
@@ -52,6 +53,16 @@ async def status(front: Front, key: dict[str, str], **fields: Any) -> int:
     async with front.post(headers=key, **fields) as response:
         await response.read()
         return int(response.status)
+
+
+def test_a_refusal_says_whether_there_are_keys() -> None:
+    for of_call, setting in ((call("priority"), "service tier"), (call(priority=-1), "priority -1")):
+        with pytest.raises(
+            BadRequest, match=rf"without keys \(--api-key-file\), a request may not ask for the {setting}"
+        ):
+            with_share(of_call, "", KeyPolicy())
+        with pytest.raises(BadRequest, match=f"this key may not ask for the {setting}"):
+            with_share(replace(of_call, prompt=replace(of_call.prompt, sender="alice")), "alice", KeyPolicy())
 
 
 @pytest.mark.parametrize(

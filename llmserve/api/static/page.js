@@ -1,6 +1,6 @@
 // Shows the snapshots of GET /events, and talks to a model.
 
-import { bars, dots, lines, shown } from "/charts.js";
+import { bars, dots, lines, shown } from "./charts.js";
 
 const HISTORY_S = 300, TIMELINE_S = 60, LANES_MAX = 64, DOTS_MAX = 1000, AGAIN_S = 2;
 const $ = (id) => document.getElementById(id);
@@ -18,7 +18,7 @@ async function follow() {
     const key = sessionStorage.getItem("admin-key");
     let ended = "the server does not answer";
     try {
-      const response = await fetch("/events", { headers: key ? { authorization: `Bearer ${key}` } : {} });
+      const response = await fetch("events", { headers: key ? { authorization: `Bearer ${key}` } : {} });
       if (response.status === 401) return ask(key ? "The server refuses this key." : "");
       if (response.status === 404) return ask("The server has no admin key: start it with --admin-key-file FILE.");
       if (response.ok) {
@@ -237,7 +237,7 @@ let stopping = null;
 
 async function models() {
   const key = sessionStorage.getItem("api-key");
-  const response = await fetch("/v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} }).catch(() => null);
+  const response = await fetch("v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} }).catch(() => null);
   if (response && response.status === 401) needKey();
   if (!response || !response.ok) return;
   const names = (await response.json()).data.map((model) => model.id);
@@ -283,7 +283,7 @@ async function chat(began) {
   const headers = { "content-type": "application/json", "x-llmserve-receipt": "true" };
   if (key) headers.authorization = `Bearer ${key}`;
   const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, messages: [{ role: "user", content: $("prompt").value }] };
-  const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal });
+  const response = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal });
   if (response.status === 401) needKey();
   if (!response.ok) {
     const error = (await response.json().catch(() => ({}))).error;
