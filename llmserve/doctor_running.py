@@ -25,6 +25,7 @@ REFUSALS = {  # by the reason of a refusal: what is so, and the remedy
     ),
     "no_engine": ("no engine of the model was up", "Start the engines, or let requests wait longer: --engine-wait-s"),
     "engine_lost": ("an engine was lost in mid-answer", "Look into the engine's own log"),
+    "refused": ("every engine refused them", "Look into the engines' answers: full, or without the model"),
     "engine_failed": ("their engines failed them", "Look into the engines' own logs"),
     "deadline_exceeded": (
         "they could not meet their deadlines",
@@ -45,7 +46,7 @@ REFUSALS = {  # by the reason of a refusal: what is so, and the remedy
     "internal_error": ("the front-end has an error", "Report it, with the traceback in the log"),
 }
 FAILURES = {  # of the server, not of a client or a limit that does its work
-    *("queue_full", "no_engine", "engine_lost", "engine_failed"),
+    *("queue_full", "no_engine", "engine_lost", "engine_failed", "refused"),
     *("deadline_exceeded", "buffers_full", "no_socket", "internal_error"),
 }
 CUTS = {

@@ -20,6 +20,7 @@ LLMServeError
     ├── HeadTooLarge        431
     ├── EngineFailed        502
     ├── Unavailable         503  with Retry-After
+    ├── EngineTimeout       504
     └── DeadlineExceeded    504
 """
 
@@ -162,6 +163,18 @@ class EngineFailed(RequestError):
 class Unavailable(RequestError):
     status = 503
     default_code = "unavailable"
+
+
+class EngineTimeout(RequestError):
+    """An answer passed a limit of time. The engine may still work on it: official clients do not ask again."""
+
+    status = 504
+    type = "timeout_error"
+    default_code = "engine_timeout"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = ((b"x-should-retry", b"false"),)
 
 
 class DeadlineExceeded(RequestError):

@@ -202,7 +202,7 @@ class Metrics:
         outcome: RunOutcome = "fault" if event.fault else event.outcome
         if outcome == "cancelled" and open_request is not None and open_request.is_stopping:
             outcome = "preempted"
-        _run_ended(open_request, event.engine, outcome)
+        _run_ended(open_request, event.engine, outcome, again=event.refused)
         if event.no_socket:
             self._rejected.of("no_socket").inc()
             self._end(event.request_id, open_request, "failed", 0, now_s)
@@ -259,7 +259,7 @@ class _Open:
     predicted_tokens, batch_id  of its last start
     engine       that runs it; None: it waits.  runs : metrics of its last engine
     is_stopping  its batch was preempted, and the request has not restarted yet
-    is_retry     an engine has failed it, or was lost with it
+    is_retry     an engine has failed or refused it, or was lost with it
     """
 
     __slots__ = (
@@ -278,13 +278,16 @@ class _Open:
         self.is_stopping = self.is_retry = False
 
 
-def _run_ended(open_request: _Open | None, engine: str, outcome: RunOutcome) -> None:
-    """Count the end of a run, unless it was counted when its client left or its engine was lost."""
+def _run_ended(open_request: _Open | None, engine: str, outcome: RunOutcome, *, again: bool = False) -> None:
+    """Count the end of a run, unless it was counted when its client left or its engine was lost.
+
+    again : a run that follows is a retry, whatever the outcome
+    """
     if open_request is None or open_request.engine != engine or open_request.runs is None:
         return
     open_request.runs.end(outcome, retry=open_request.is_retry)
     open_request.engine = None
-    open_request.is_retry = open_request.is_retry or outcome in ("fault", "lost")
+    open_request.is_retry = open_request.is_retry or again or outcome in ("fault", "lost")
 
 
 def _may_run_again(event: RequestEnded, open_request: _Open | None) -> bool:

@@ -34,7 +34,9 @@ class RunMetrics:
             [*BY, "outcome"],
         )
         self.retries = counters(
-            "llmserve_retries", "Those of these runs that followed a fault or a loss of the request", [*BY, "outcome"]
+            "llmserve_retries",
+            "Those of these runs that followed a fault, a refusal or a loss of the request",
+            [*BY, "outcome"],
         )
         self.waiting = histograms("llmserve_waiting_seconds", "From arrival to each start on an engine", SECONDS, BY)
         self.first_token = histograms(

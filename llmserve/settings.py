@@ -204,7 +204,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
-    engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
+    engine_idle_s: Annotated[
+        float, Meta(gt=0, description="longest silence of an engine inside a stream; comments and pings are silence")
+    ] = 600.0
     engine_answer_s: Annotated[
         float, Meta(gt=0, description="longest time of an answer, from the request to the last byte")
     ] = 3600.0

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.engines.event_stream import Count, Usage, UsageFilter, usage_of, was_cut
+from llmserve.engines.error_objects import ErrorObject
+from llmserve.engines.event_stream import Count, Usage, UsageFilter, usage_of, was_cut, was_given_up
 from llmserve.engines.lenient_json import count_of, read
 from llmserve.engines.typed_events import EventReader, Message, MessageReader, Response, ResponseReader
 from llmserve.errors import RequestError
@@ -24,19 +25,24 @@ PROMPT_TOKENS = re.compile(rb'"(?:prompt|input|total)_tokens"\s*:\s*(\d{1,12})\b
 
 
 class WholeAnswer(msgspec.Struct, frozen=True):
-    """What is read of an answer that is not streamed. cut : it ran into a limit"""
+    """What is read of an answer that is not streamed. cut : it ran into a limit.  failed : the engine gave it up"""
 
     usage: Usage
     cut: bool = False
     response_id: str = ""
+    failed: bool = False
 
 
 class StreamReader(Protocol):
-    """Forwards a stream in whole events and reads it; see UsageFilter."""
+    """Forwards a stream in whole events and reads it; see UsageFilter and Passing."""
 
     in_parts: bool
     cut: bool
     response_id: str
+    stalled: bool
+    over: bool
+    failed: ErrorObject | None
+    failed_data: bytes
 
     @property
     def ended(self) -> bool: ...
@@ -48,6 +54,8 @@ class StreamReader(Protocol):
     def prompt_tokens(self) -> int | None: ...
 
     def feed(self, chunk: bytes) -> bytes: ...
+
+    def end(self) -> bytes | None: ...
 
     def flush(self) -> bytes: ...
 
@@ -63,6 +71,7 @@ class AnswerForm:
     stream       makes the reader of a stream, for a call and its receipt (b"": none)
     error        the body of an error
     last_events  ends a stream by an error: of an error's body, the last bytes
+    done         ends a stream behind an error of the engine
     takes_priority  whether vLLM takes the field `priority` there
     """
 
@@ -71,6 +80,7 @@ class AnswerForm:
     stream: Callable[[Call, bytes], StreamReader]
     error: Callable[[RequestError], dict[str, Any]]
     last_events: Callable[[dict[str, Any]], bytes]
+    done: bytes = b""
     takes_priority: bool = False
 
 
@@ -98,9 +108,12 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
 def _data_and_done(body: dict[str, Any]) -> bytes:
     """As vLLM ends a stream of completions."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n" + DONE_EVENT
 
 
 def _message_error(body: dict[str, Any]) -> bytes:
@@ -121,7 +134,7 @@ def _response_error(body: dict[str, Any]) -> bytes:
 
 def _completion(body: bytes) -> WholeAnswer | None:
     usage = usage_of(body)
-    return None if usage is None else WholeAnswer(usage, was_cut(body))
+    return None if usage is None else WholeAnswer(usage, was_cut(body), failed=was_given_up(body))
 
 
 def _completion_stream(call: Call, receipt: bytes) -> UsageFilter:
@@ -132,7 +145,8 @@ def _response(body: bytes) -> WholeAnswer | None:
     answer = read(Response, body)
     if answer is None or answer.object != "response":
         return None
-    return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut, answer.id)
+    usage = answer.usage.counts if answer.usage is not None else Usage()
+    return WholeAnswer(usage, answer.cut, answer.id, answer.status == "failed")
 
 
 def _message(body: bytes) -> WholeAnswer | None:
@@ -168,10 +182,10 @@ def _prompt(body: bytes) -> WholeAnswer:
     return WholeAnswer(Usage(tokens, 0))
 
 
-COMPLETION = AnswerForm("completion", _completion, _completion_stream, openai_error, _data_and_done, True)
+COMPLETION = AnswerForm("completion", _completion, _completion_stream, openai_error, _data_and_done, DONE_EVENT, True)
 RESPONSE = AnswerForm(
-    "response", _response, lambda call, receipt: ResponseReader(), openai_error, _response_error, True
+    "response", _response, lambda call, receipt: ResponseReader(), openai_error, _response_error, takes_priority=True
 )
 MESSAGE = AnswerForm("message", _message, lambda call, receipt: MessageReader(), anthropic_error, _message_error)
-PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), openai_error, _data_and_done)
+PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), openai_error, _data_and_done, DONE_EVENT)
 MESSAGE_PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), anthropic_error, _message_error)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -18,13 +20,16 @@ from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import NOTHING, Answer, EngineError
+from llmserve.engines.error_objects import ErrorObject, error_in, is_error_body, may_be_error, retry_after_s
 from llmserve.engines.event_stream import Usage
-from llmserve.errors import EngineFailed, RequestError, Unavailable
+from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
 from llmserve.logs import about
 from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import RequestEnded
 
 log = logging.getLogger("llmserve")
+
+JSON = "application/json"
 
 
 class Suspect(Protocol):
@@ -201,56 +206,106 @@ class Forwarding:
             in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
             answer.served = NOTHING
         if in_flight.call.stream and answer.status < 400:
-            tokens = self._stream(answer)
-        elif (body := answer.body()) is None:
+            return self._stream(answer)
+        if (body := answer.body()) is None:
             return None
-        elif answer.fault:
-            in_flight.refused = self._head(body)
-            return RequestEnded(*self._request, "failed", fault=True, retryable=True)
-        elif answer.status >= 400:
-            self._refuse(body)
-            return RequestEnded(*self._request, "failed")
-        else:
-            tokens = self._whole(body)
-        if tokens is None:
-            return None
-        choices = in_flight.call.choices
+        return self._declined(body) if answer.status >= 400 else self._whole(body)
+
+    def _completed(self, tokens: int) -> RequestEnded:
+        choices = self.in_flight.call.choices
         return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
 
-    def _whole(self, body: bytes) -> int:
-        """Forward an answer that is not streamed; return its output tokens."""
+    def _whole(self, body: bytes) -> RequestEnded:
+        """Forward an answer that is not streamed, unless it is an error in spite of its status."""
         in_flight, form = self.in_flight, self._form
+        if may_be_error(body) and (error := error_in(body)) is not None:
+            return self._told(error, error.status, body)
         answer = form.whole(body)
         if answer is None:
-            raise EngineError(f"engine {self.handle.name} answered with {len(body):,} bytes that are no {form.name}")
+            nothing = not body.strip() or self._is_page
+            text = f"engine {self.handle.name} answered with {len(body):,} bytes that are no {form.name}"
+            raise EngineError(text, answered=not nothing)
+        if answer.failed:
+            self._begin(body)
+            return RequestEnded(*self._request, "failed", fault=True)
         usage = answer.usage
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
         in_flight.counts, in_flight.cut = usage, answer.cut
         if answer.response_id:
             self._calls.on_named(in_flight, answer.response_id)
         self._begin(body)
-        return usage.completion_tokens or 0
+        return self._completed(usage.completion_tokens or 0)
 
-    def _refuse(self, body: bytes) -> None:
-        """Give the client the engine's refusal, or say what the engine lacks."""
-        answer, in_flight, error = self._answer, self.in_flight, None
+    # ---- errors that an engine tells ----
+
+    def _declined(self, body: bytes) -> RequestEnded:
+        """An answer with the status of an error."""
+        answer = self._answer
         if answer.status in (404, 405):
-            error = self._calls.no_endpoint(self.handle, in_flight.call, answer.status, body)
-        if error is not None:
-            in_flight.fail(error)
-        else:
-            self._begin(body)
+            lacking = self._calls.no_endpoint(self.handle, self.in_flight.call, answer.status, body)
+            if lacking is not None:  # another engine may have it; this one's other requests go on
+                self.in_flight.refuse(self._head_of(lacking))
+                return RequestEnded(*self._request, "failed", retryable=True, refused=True)
+        return self._told(error_in(body), answer.status, body)
 
-    def _stream(self, answer: Answer) -> int | None:
-        """Forward what has arrived of a stream; at its end return its output tokens.
+    def _told(self, error: ErrorObject | None, status: int, body: bytes) -> RequestEnded:
+        """An error before any content. The client gets it if the error is the client's, or no other engine answers.
 
-        Until the first bytes the call may run elsewhere.
+        status, body : for the client
         """
+        answer, call = self._answer, self.in_flight.call
+        names_model = answer.status == 404 and call.form in (None, COMPLETION)
+        verdict = answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
+        head = msgspec.structs.replace(self._head(body), status=status)
+        if answer.status < 400:
+            head = msgspec.structs.replace(head, content_type=JSON)
+        if not (verdict.fault or verdict.refused):
+            self.in_flight.begin(head)
+            self._calls.on_began(self.in_flight)
+            return RequestEnded(*self._request, "failed")
+        self.in_flight.refuse(head)
+        return RequestEnded(
+            *self._request,
+            "failed",
+            fault=verdict.fault,
+            retryable=True,
+            refused=verdict.refused,
+            rest_s=self._rest_s(refused=verdict.refused),
+        )
+
+    def _rest_s(self, *, refused: bool) -> float | None:
+        """How long the engine asks to be left alone; None: it does not ask."""
+        asked = self._answer.retry_after
+        if asked is None:
+            return 0.0 if refused else None
+        return retry_after_s(asked, time.time())
+
+    def _cut_off(self, error: ErrorObject) -> RequestEnded:
+        """An error behind content, which has passed with its event: the stream ends there."""
+        in_flight = self.in_flight
+        verdict = self._answer.judge(error, names_model=False)
+        blamed = verdict.fault or verdict.refused
+        in_flight.error = "engine_failed" if blamed else "engine_refused"
+        if self._form.done:
+            in_flight.feed(self._form.done)
+        in_flight.close()
+        return RequestEnded(
+            *self._request, "failed", fault=blamed, rest_s=self._rest_s(refused=True) if verdict.refused else None
+        )
+
+    # ---- streams ----
+
+    def _stream(self, answer: Answer) -> RequestEnded | None:
+        """Forward what has arrived of a stream. Until the first content the call may run elsewhere."""
         in_flight = self.in_flight
         usage = in_flight.usage or self._usage(answer)
         try:
-            while data := answer.take():
-                if forwarded := usage.feed(data):
+            while not usage.over and (data := answer.take()):
+                forwarded = usage.feed(data)
+                if usage.stalled:
+                    usage.stalled = False
+                    answer.stalled()
+                if forwarded:
                     if usage.response_id and not self._named:
                         self._named = True
                         self._calls.on_named(in_flight, usage.response_id)
@@ -258,11 +313,17 @@ class Forwarding:
                         in_flight.first_at_s = self._calls.now_s()
                         self._begin(None)
                     in_flight.feed(forwarded)
-                    if in_flight.paused:
+                    if in_flight.paused and usage.failed is None and not usage.over:
                         self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
                         return None
-            if not answer.complete:
+                if usage.failed is not None:
+                    return self._stream_failed(usage)
+            if not (answer.complete or usage.over):
                 return None
+            if (whole := usage.end()) is not None:
+                return self._whole(whole)
+            if usage.failed is not None:
+                return self._stream_failed(usage)
             if not usage.ended:
                 raise EngineError(f"engine {self.handle.name} ended its stream in mid-{self._form.name}")
         except EngineError:
@@ -277,11 +338,28 @@ class Forwarding:
         in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
         in_flight.close()
         self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
-        return usage.output_tokens
+        return self._completed(usage.output_tokens)
+
+    def _stream_failed(self, usage: StreamReader) -> RequestEnded:
+        """The engine has told an error within its stream."""
+        error = usage.failed
+        assert error is not None, "the stream has failed"
+        if self.in_flight.answered:
+            return self._cut_off(error)
+        body = usage.failed_data
+        if not is_error_body(body):
+            body = msgspec.json.encode(
+                self._form.error(EngineFailed(error.message or "the engine failed this request"))
+            )
+        return self._told(error, error.status, body)
+
+    @property
+    def _is_page(self) -> bool:
+        return self._answer.content_type.startswith("text/html")
 
     def _usage(self, answer: Answer) -> StreamReader:
         """Count the tokens of the stream from now on."""
-        if answer.content_type.startswith("text/html"):
+        if self._is_page:
             raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
         in_flight = self.in_flight
         call, receipt = in_flight.call, in_flight.receipt
@@ -303,6 +381,13 @@ class Forwarding:
         assert receipt is not None
         return Head(answer.status, answer.content_type, answer.retry_after, receipt, body, answer.headers)
 
+    def _head_of(self, error: RequestError) -> Head:
+        """An error of this program as an answer."""
+        receipt = self.in_flight.receipt
+        assert receipt is not None
+        retry_after = None if error.retry_after_s is None else f"{max(1, math.ceil(error.retry_after_s))}"
+        return Head(error.status, JSON, retry_after, receipt, msgspec.json.encode(self._form.error(error)))
+
     # ---- how it ends ----
 
     @property
@@ -311,7 +396,10 @@ class Forwarding:
 
     def _end(self, ended: RequestEnded) -> None:
         self._ended = True
-        self._answer.close()
+        if ended.outcome == "completed":
+            self._answer.drain()
+        else:
+            self._answer.close()
         self._calls.ended(self, ended)
 
     def _stopped(self) -> None:
@@ -345,12 +433,14 @@ class Forwarding:
             return RequestEnded(*self._request, "cancelled", no_socket=True)
         level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
         log.log(level, "%s", error, extra=about(in_flight))
+        failure = EngineTimeout(str(error)) if error.late else EngineFailed(str(error), code=error.code)
+        if error.refused and not in_flight.answered:
+            in_flight.refuse(self._head_of(failure))
+            return RequestEnded(*self._request, "failed", fault=True, retryable=True, refused=True, rest_s=0.0)
         await self._calls.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
-        failure = EngineFailed(str(error), code=error.code)
-        if in_flight.answered:
+        over = in_flight.answered or error.late or error.answered  # it may be running yet, or would run for nothing
+        if over:
             in_flight.fail(failure)
         elif error.code is not None:
-            assert in_flight.receipt is not None
-            body = msgspec.json.encode(self._form.error(failure))
-            in_flight.refused = Head(failure.status, "application/json", None, in_flight.receipt, body)
-        return RequestEnded(*self._request, "failed", fault=True, retryable=not in_flight.answered)
+            in_flight.refuse(self._head_of(failure))
+        return RequestEnded(*self._request, "failed", fault=True, retryable=not over)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from llmserve.engines.engine import Headers
+from llmserve.engines.error_objects import retry_after_s
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
@@ -51,6 +54,12 @@ class Head(msgspec.Struct, frozen=True):
     receipt: Receipt
     body: bytes | None
     headers: Headers = ()
+
+
+def _use(head: Head) -> tuple[int, float]:
+    """How much a client can do with an engine's error: the least is the best. A busy engine says when to come again."""
+    use = {429: 0, 503: 1, 529: 1, 404: 3}.get(head.status, 2)
+    return use, math.inf if head.retry_after is None else retry_after_s(head.retry_after, time.time()) or math.inf
 
 
 class Client(Protocol):
@@ -140,7 +149,7 @@ class InFlightCall:
         self.error = ""  # code of the failure that the client was told of
         self.first_at_s: float | None = None  # when the first event of a stream was forwarded
         self.last_at_s: float | None = None  # when the last event of a complete stream was
-        self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
+        self.refused: Head | None = None  # an engine's error answer, for the client if no other engine has a better one
         self._client = client
 
     @property
@@ -170,6 +179,11 @@ class InFlightCall:
         if head.status >= 400:
             self.error = f"engine_status_{head.status}"
         self._client.begin(head)
+
+    def refuse(self, head: Head) -> None:
+        """Keep an engine's error answer for the client, unless an earlier one tells the client more."""
+        if self.refused is None or _use(head) <= _use(self.refused):
+            self.refused = head
 
     def feed(self, chunk: bytes) -> None:
         """Give the client bytes of a stream."""

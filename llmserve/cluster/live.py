@@ -270,7 +270,8 @@ class LiveCluster:
 
     def _fail(self, action: FailRequest) -> None:
         in_flight = self._in_flight[action.request_id]
-        if action.reason == "engine_failed" and in_flight.refused is not None and not in_flight.answered:
+        told = action.reason in ("engine_failed", "refused")
+        if told and in_flight.refused is not None and not in_flight.answered:
             in_flight.begin(in_flight.refused)
         else:
             retry_after_s = action.retry_after_s

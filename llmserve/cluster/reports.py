@@ -51,7 +51,7 @@ def error_of(reason: FailReason, retry_after_s: float | None, *, preempted: bool
         return DeadlineExceeded("the request was preempted for other requests and cannot meet its deadline now")
     if reason == "deadline_exceeded":
         return DeadlineExceeded("the answer cannot be complete by its deadline")
-    if reason == "engine_failed":
+    if reason in ("engine_failed", "refused"):
         return EngineFailed("the engine failed this request")
     if reason == "engine_lost":
         return EngineFailed("the engine was lost while it ran this request", code="engine_lost")

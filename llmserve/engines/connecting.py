@@ -21,10 +21,23 @@ class HttpError(Exception):
     refused  no process listens on the port
     local    this process has no socket left: the server is not to blame
     stale    a kept connection was closed before any byte of an answer
+    large    a body is larger than its reader takes
+    late     a limit of time for an answer has passed, of a request that was sent: "idle" or "answer"; "": none
     """
 
-    def __init__(self, message: str, *, refused: bool = False, local: bool = False, stale: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        refused: bool = False,
+        local: bool = False,
+        stale: bool = False,
+        large: bool = False,
+        late: str = "",
+    ) -> None:
         super().__init__(message)
+        self.large = large
+        self.late = late
         self.refused = refused
         self.local = local
         self.stale = stale

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from llmserve.engines.error_objects import ErrorObject, Verdict
 from llmserve.request import Batch, Call, EngineInfo
 
 
@@ -18,15 +19,29 @@ class EngineError(Exception):
     unreachable  no process listens on the engine's port: the engine is down, not only this request
     local        this process has no socket left: the engine is not to blame
     code         of the error for the client, when no other engine answers; None: the general one
+    late         an answer of a request that was sent has passed a limit of time: the engine may still work on it
+    answered     the engine has answered, in a way that cannot be passed on: it would work for nothing once more
+    refused      the engine has declined the request, and another may take it
     """
 
     def __init__(
-        self, message: str, *, unreachable: bool = False, local: bool = False, code: str | None = None
+        self,
+        message: str,
+        *,
+        unreachable: bool = False,
+        local: bool = False,
+        code: str | None = None,
+        late: bool = False,
+        answered: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
         self.unreachable = unreachable
         self.local = local
         self.code = code
+        self.late = late
+        self.answered = answered
+        self.refused = refused
 
 
 class Endpoints:
@@ -90,8 +105,6 @@ class Answer(Protocol):
 
     The others are there when `arrived` has said so:
     status       200 to 299, or 400 to 599
-    fault        the engine failed (5xx, 408): the request may run on another engine. 429 is no fault: the engine asks
-                 the client to come back later, and says when
     retry_after  printable ASCII, as content_type
     headers      further ones for the client, with lower-case names
     complete     the whole body has arrived; parts of it may wait to be taken
@@ -99,7 +112,6 @@ class Answer(Protocol):
     """
 
     status: int
-    fault: bool
     content_type: str
     retry_after: str | None
     headers: Headers
@@ -118,6 +130,18 @@ class Answer(Protocol):
 
     def take(self) -> bytes:
         """The part of the body that has arrived and was not taken, of any size; b"" for nothing."""
+        ...
+
+    def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
+        """What follows from an error status, or from an error within an answer; see error_objects.judge."""
+        ...
+
+    def stalled(self) -> None:
+        """Note that what was last taken says nothing: it is silence."""
+        ...
+
+    def drain(self) -> None:
+        """Note that nothing of the answer is needed any more, although it may not be complete."""
         ...
 
     def close(self) -> None:

@@ -1,14 +1,20 @@
-"""Reads an answer's token counts, and whether the answer hit a limit, from its bytes without re-encoding."""
+"""Reads an answer's token counts, and whether the answer hit a limit, from its bytes without re-encoding.
+
+Passing is what all readers of event streams have in common: which bytes may go to a client, and when.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from enum import Enum
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from llmserve.engines.error_objects import ErrorObject, error_in
 from llmserve.engines.lenient_json import COUNT_BOUND, read
 
 EVENT_END = re.compile(rb"(?>\r\n|[\r\n])(?:\r\n|[\r\n])")  # lines end with LF, CR LF or CR, also in mixtures
@@ -16,7 +22,16 @@ FINISHED = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # generated text never m
 CUT = re.compile(rb'"finish_reason"\s*:\s*"length"')
 DONE = re.compile(rb"(?:^|[\r\n]|\xef\xbb\xbf)data: ?\[DONE\]")
 BOM = b"\xef\xbb\xbf"  # a stream may begin with it
+FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:error|abort)"')
+ERROR_EVENT = re.compile(rb"(?<![^\r\n])event: ?error\s*(?:[\r\n]|$)")
+PING = re.compile(
+    rb'"type"\s*:\s*"(?:ping|keep[-_]?alive|heartbeat)"'
+    rb"|(?<![^\r\n])event: ?(?:ping|keep[-_]?alive|heartbeat)\s*(?:[\r\n]|$)"
+)
+HOLLOW = re.compile(rb'\{\s*(?:"\w+"\s*:\s*(?:null|""|\[\]|\{\}|"assistant")\s*,?\s*)*\}')  # a delta without content
 PARTIAL_BYTES_MAX = 1 << 20
+HELD_BYTES_MAX = 64 << 10  # before the first content
+ERROR_CHARS_MAX = 1000
 
 
 Count = Annotated[int, Meta(ge=0, lt=COUNT_BOUND)]
@@ -48,6 +63,20 @@ class _Choices(msgspec.Struct):
     choices: list[_Choice] | None = None
 
 
+class _OpeningChoice(_Choice):
+    delta: msgspec.Raw = msgspec.Raw(b"")
+    text: str = ""
+
+    @property
+    def has_content(self) -> bool:
+        delta = bytes(self.delta)
+        return bool(self.text or self.finish_reason or (delta and HOLLOW.fullmatch(delta) is None))
+
+
+class _Opening(msgspec.Struct):
+    choices: list[_OpeningChoice] | None = None
+
+
 class _Signed(msgspec.Struct):
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
 
@@ -66,7 +95,134 @@ def was_cut(body: bytes) -> bool:
     return CUT.search(body) is not None
 
 
-class UsageFilter:
+def was_given_up(body: bytes) -> bool:
+    """Whether the engine gave up a whole answer, or one of its choices."""
+    return FAILED.search(body) is not None
+
+
+class Says(Enum):
+    """What an event says before the first content."""
+
+    NOTHING = 0  # a comment, an empty event, a ping: not even that the engine works
+    BEGINS = 1  # the engine works, and has generated nothing yet
+    CONTENT = 2
+
+
+class Passing:
+    """Passes the whole events of a stream: an incomplete event waits for its rest, for at most 1 MiB.
+
+    Nothing passes before the first event with content: until then another engine may give the answer. Nothing passes
+    behind an error.
+
+    in_parts  an event was too large to wait for its rest: nothing may be written between the pieces that pass
+    began     content has come
+    stalled   the last feed brought nothing that shows that the engine works. Whoever has read this sets it back
+    failed    what the event of an error says; that event passes only after content.  failed_data : its data
+    over      the marker of the end has passed: what follows is nobody's answer
+    """
+
+    def __init__(self) -> None:
+        self.in_parts = self.began = self.stalled = self.over = False
+        self.failed: ErrorObject | None = None
+        self.failed_data = b""
+        self._partial = self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Add bytes from the engine. Returns the bytes that may go to the client now."""
+        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
+        if in_parts:
+            self.in_parts = self.began = True
+            data, self._held = self._held + data, b""
+        if not data:
+            self.stalled = self._partial.lstrip().startswith(b":")
+            return b""
+        passed = self._pass(data) if self.began else self._open(data)
+        if in_parts:
+            self.stalled = False
+        return passed
+
+    def end(self) -> bytes | None:
+        """Note that nothing more comes: an error at the end may lack its empty line.
+
+        Returns the body of an engine that has not streamed, but answered with one object; None: it has streamed.
+        """
+        body = self._held + self._partial
+        if not self.began and body.lstrip().startswith(b"{"):
+            return body
+        if self.failed is None and self._partial:
+            self._look_for_error(self._partial)
+        return None
+
+    def _look_for_error(self, event: bytes) -> bool:
+        self.failed = error_of_event(event)
+        if self.failed is not None:
+            self.failed_data, self.stalled = data_of(event).strip(), False
+        return self.failed is not None
+
+    def flush(self) -> bytes:
+        """Return the rest at the end of a stream, with an event that lacks its final empty line."""
+        rest, self._held, self._partial = self._held + self._partial, b"", b""
+        self.began = True
+        return self._pass(rest) + self.release() if rest else self.release()
+
+    def release(self) -> bytes:
+        """Return the delayed event, if any. For an interrupted stream, whose incomplete event must not pass."""
+        return b""
+
+    def _open(self, data: bytes) -> bytes:
+        """Hold events back until there is one with content."""
+        self.stalled = True
+        place = 0
+        for event in events_of(data):
+            if self._look_for_error(event):
+                return b""
+            says = self._says(event)
+            self.stalled = self.stalled and says is Says.NOTHING
+            full = len(self._held) + len(event) > HELD_BYTES_MAX
+            if says is Says.CONTENT or (full and says is Says.BEGINS):
+                held, self._held, self.began = self._held, b"", True
+                return self._pass(held + data[place:])
+            place += len(event)
+            if not full:
+                self._held += event
+        return b""
+
+    def _says(self, event: bytes) -> Says:
+        return Says.NOTHING if not data_of(event).strip() or is_ping(event) else Says.CONTENT
+
+    def _pass(self, data: bytes) -> bytes:
+        """Read events, and return what may pass of them."""
+        raise NotImplementedError
+
+
+def is_ping(event: bytes) -> bool:
+    may_be = event.find(b"ping") >= 0 or event.find(b"alive") >= 0 or event.find(b"heartbeat") >= 0
+    return may_be and PING.search(event) is not None
+
+
+def events_of(data: bytes) -> Iterable[bytes]:
+    """The events one by one, each with its empty line."""
+    if data.find(b"\n\n") == len(data) - 2 and data.find(b"\r") < 0:
+        return (data,)
+    ends = [0, *(match.end() for match in EVENT_END.finditer(data)), len(data)]
+    return (data[start:end] for start, end in pairwise(ends) if start < end)
+
+
+def error_of_event(event: bytes) -> ErrorObject | None:
+    """What the event of an error says; None: it is another event."""
+    if event.find(b'"choices"') >= 0 and not (
+        event.find(b'"error"') >= 0 or event.find(b'"abort"') >= 0 or event.find(b"event:") >= 0
+    ):
+        return None  # most events, found in no time
+    data = data_of(event)
+    if (error := error_in(data, partial=True)) is not None:
+        return error
+    if event.find(b"event:") >= 0 and ERROR_EVENT.search(event) is not None:
+        return ErrorObject("engine", 502, data.decode(errors="replace")[:ERROR_CHARS_MAX])
+    return ErrorObject("engine", 502, "the engine has aborted the answer") if FAILED.search(event) else None
+
+
+class UsageFilter(Passing):
     """Forwards an event stream and reads its token counts.
 
     strip    remove the event that carries only usage: llmserve requested the event, the client did not. vLLM writes
@@ -78,32 +234,29 @@ class UsageFilter:
 
     receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none
 
-    All other bytes pass unchanged. Only whole events pass: an incomplete event waits for its rest (at most 1 MiB).
-    `output_tokens` is the engine's count, or else the number of events with content; `prompt_tokens` is the engine's
-    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end. `in_parts`: an
-    event was too large to wait for its rest, so that nothing may be written between the pieces that pass.
+    All other bytes pass unchanged.
+    `output_tokens` is the engine's count, or else the number of events with choices; `prompt_tokens` is the engine's
+    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end.
     """
 
     response_id = ""  # clients ask for no completion again
 
     def __init__(self, *, strip: bool, choices: int = 1, receipt: bytes = b"") -> None:
+        super().__init__()
         self._strip = strip
         self._receipt = receipt
-        self.in_parts = False
         self._choices = choices
         self._delays_last = strip and choices == 1
         self._delayed = b""
-        self._partial = b""
         self._events = 0
         self._usage = Usage()
         self._finished: set[int] = set()  # choices whose finish_reason has passed
-        self._done = False  # [DONE] has passed
         self.cut = False
 
     @property
     def ended(self) -> bool:
         """Whether a finish_reason of each choice or [DONE] has come: else the engine has ended in mid-answer."""
-        if self._done or DONE.search(self._partial) is not None:
+        if self.over or DONE.search(self._partial) is not None:
             return True
         return len(self._finished | _finished_by(self._partial, self._choices)) >= self._choices
 
@@ -116,37 +269,48 @@ class UsageFilter:
     def prompt_tokens(self) -> int | None:
         return self._usage.prompt_tokens
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Add bytes from the engine. Returns the bytes that may go to the client now."""
-        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
-        self.in_parts = self.in_parts or in_parts
-        return self._pass(data)
-
-    def flush(self) -> bytes:
-        """Return the rest at the end of a stream: the delayed event, and an event without a final empty line."""
-        rest, self._partial = self._partial, b""
-        return self._pass(rest) + self.release()
-
     def release(self) -> bytes:
-        """Return the delayed event, if any. For an interrupted stream, whose incomplete event must not pass."""
         delayed, self._delayed = self._delayed, b""
         return delayed
 
+    def _says(self, event: bytes) -> Says:
+        if event.find(b'"choices"') < 0:
+            return super()._says(event)
+        chunk = read(_Opening, data_of(event))
+        if chunk is None or any(choice.has_content for choice in chunk.choices or ()):
+            return Says.CONTENT
+        return Says.BEGINS
+
     def _pass(self, data: bytes) -> bytes:
-        # `find` takes half the time of `in`.
-        if not self._delayed and data.find(b'"usage"') < 0 and FINISHED.search(data) is None:
-            self._events += data.count(b"data:")
-            if data.find(b"[DONE]") >= 0:
-                self._note_done(data)
+        # `find` takes half the time of `in`. An event without choices is an error, the end or a comment.
+        events = data.count(b"data:")
+        if (
+            events
+            and data.count(b'"choices"') == events
+            and not self._delayed
+            and data.find(b'"usage"') < 0
+            and data.find(b'"error"') < 0
+            and FINISHED.search(data) is None
+        ):
+            self._events += events
             return data
-        ends = [*(match.end() for match in EVENT_END.finditer(data)), len(data)]
-        return b"".join([self._pass_event(data[start:end]) for start, end in pairwise([0, *ends]) if start < end])
+        self.stalled = True
+        passed = []
+        for event in events_of(data):
+            passed.append(self._pass_event(event))
+            if self.failed is not None or self.over:
+                break
+        return b"".join(passed)
 
     def _pass_event(self, event: bytes) -> bytes:
-        is_usage = self._is_usage(event)
-        self._events += event.count(b"data:") - is_usage
-        if b"[DONE]" in event:
-            self._note_done(event)
+        if Passing._says(self, event) is Says.NOTHING and not self.in_parts:
+            return self.release() + event
+        self.stalled = False
+        if self._look_for_error(event):
+            return self.release() + event
+        is_usage, is_done = self._is_usage(event), DONE.search(event) is not None
+        self.over = self.over or is_done
+        self._events += not (is_usage or is_done)
         delayed = self.release()
         if is_usage and self._strip:
             return _signed(delayed, event) if delayed else b""
@@ -160,12 +324,6 @@ class UsageFilter:
             return delayed + event
         self._delayed = event
         return delayed
-
-    def _note_done(self, events: bytes) -> None:
-        """Note [DONE], unless it is a part of a text: it ends the answer, and is no event with content."""
-        done = len(DONE.findall(events))
-        self._events -= done
-        self._done = self._done or done > 0
 
     def _is_usage(self, event: bytes) -> bool:
         """Whether the event carries usage and no choice. Stores the event's counts."""
@@ -229,4 +387,6 @@ def events_end(data: bytes) -> int:
 
 def data_of(event: bytes) -> bytes:
     """The data of an event, without its other lines."""
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and event.find(b"\r") < 0:
+        return event[5:-2]
     return b"".join(line[5:] for line in event.removeprefix(BOM).splitlines() if line.startswith(b"data:"))

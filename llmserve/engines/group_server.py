@@ -1,7 +1,7 @@
 """A client of llmserve itself: a door passes requests on to the server of a group, as if that were an engine.
 
-The group's server has the queue, and has tried its engines: its errors go to the client. Only 503 (it is stopping, or
-has no engine) lets the door try elsewhere, or wait.
+The group's server has the queue, and has tried its engines: its errors go to the client. Only what is the group's own
+lets the door try elsewhere: 503 (it is stopping, or has no engine), 429 (its queue is full), a model that it has lost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from llmserve.asker import header_of
 from llmserve.engines.engine import NOTHING, EngineError, Health
+from llmserve.engines.error_objects import ErrorObject, Verdict
 from llmserve.engines.http_client import Response
 from llmserve.engines.openai_engine import HttpAnswer, OpenAIEngine
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
@@ -36,8 +37,12 @@ class GroupAnswer(HttpAnswer):
 
     def _read_head(self, response: Response) -> None:
         super()._read_head(response)
-        self.fault = self.status in (408, 503)
         self.served = _served(response)
+
+    def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
+        verdict = super().judge(error, names_model=names_model)
+        own = self.status in (404, 408, 429, 503)
+        return verdict if own else Verdict(fault=False, refused=False)
 
 
 def _served(response: Response) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from llmserve.headers import KEPT_HEADERS
 HEAD_BYTES_MAX = 64 << 10
 BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the connection is not read
 KEPT_S = 4.0  # an idle connection; uvicorn, and so vLLM, closes idle connections after 5 s
+DRAINED_S = 1.0  # the end of an answer that its reader does not need is waited for, to keep the connection
 STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon after a request
 PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
 
@@ -30,6 +31,7 @@ class Response:
     """A request and its answer, whose body arrives while it is read. One reader at a time.
 
     data      the whole request
+    idle_s    longest silence
     on_change called when something has arrived, and when the answer has ended or failed; never after `close`
     headers   the few that this project reads, by lower-case name; the values of a repeated header are joined by commas
     complete  the whole body has arrived; parts of it may wait to be taken
@@ -37,17 +39,17 @@ class Response:
     """
 
     __slots__ = (
-        *("complete", "connection", "data", "error", "headers", "on_change", "status"),
+        *("complete", "connection", "data", "draining", "error", "headers", "idle_s", "on_change", "status"),
         *("_buffered", "_chunks", "_client", "_closed", "_connecting", "_parts", "_read"),
     )
 
-    def __init__(self, client: HttpClient, data: bytes, on_change: Callable[[], None] | None) -> None:
-        self.data = data
+    def __init__(self, client: HttpClient, data: bytes, on_change: Callable[[], None] | None, idle_s: float) -> None:
+        self.data, self.idle_s = data, idle_s
         self.on_change = on_change
         self.connection: _Connection | None = None
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        self.complete = False
+        self.complete = self.draining = False
         self.error: HttpError | None = None
         self._client = client
         self._closed = False
@@ -85,7 +87,7 @@ class Response:
         announced = self.headers.get(b"content-length")
         if self._read > bytes_max or (announced is not None and int(announced) > bytes_max):
             self.close()
-            raise HttpError(f"a body of more than {bytes_max:,} bytes")
+            raise HttpError(f"a body of more than {bytes_max:,} bytes", large=True)
         if self.complete:
             return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         if self.error is not None:
@@ -111,6 +113,18 @@ class Response:
             self._connecting.cancel()
         if not self.complete and self.connection is not None:
             self.connection.drop(self, HttpError("the answer was closed"))
+
+    def drain(self) -> None:
+        """Throw away the rest of an answer whose reader has all that counts; its connection is kept if it ends soon."""
+        self._closed, self.on_change, self.draining = True, None, True
+        self._chunks.clear()
+        if not self.complete and self.connection is not None:
+            self.connection.drain(self)
+
+    def stalled(self) -> None:
+        """Note that what was last taken says nothing: the silence goes on."""
+        if self.connection is not None:
+            self.connection.stalled(self)
 
     async def _change(self) -> None:
         changed = asyncio.get_running_loop().create_future()
@@ -139,6 +153,8 @@ class Response:
 
     def add(self, data: bytes) -> bool:
         """Add bytes of the body. Returns whether more than BUFFER_BYTES_MAX wait."""
+        if self.draining:
+            return False
         self._chunks.append(data)
         self._buffered += len(data)
         return self._buffered > BUFFER_BYTES_MAX
@@ -175,7 +191,9 @@ class _Connection(asyncio.Protocol):
         self._good = False  # the status of the answer
         self._head_bytes = 0
         self._idle_bytes = 0  # bytes since the last bytes of a body
-        self._since_s = 0.0  # the last byte, the request, or the end of the last answer
+        self._since_s = 0.0  # the last byte that counts, the request, or the end of the last answer
+        self._before_s = 0.0  # the same before the last byte
+        self._idle_s = 0.0
         self._ends_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -193,15 +211,28 @@ class _Connection(asyncio.Protocol):
         response.connection = self
         self._head_bytes = self._idle_bytes = 0
         self._framed = self._keeps = False
-        self._since_s = self._loop.time()
+        self._since_s = self._before_s = self._loop.time()
         self._ends_s = self._since_s + self._client.answer_s
-        self._arm(min(self._since_s + self._client.idle_s, self._ends_s))
+        self._idle_s = response.idle_s
+        self._arm(min(self._since_s + self._idle_s, self._ends_s))
         self._transport.write(response.data)
 
     def drop(self, response: Response, error: HttpError) -> None:
         """Close the connection if it still carries this answer."""
         if self._response is response:
             self.close(error)
+
+    def drain(self, response: Response) -> None:
+        """Wait for the end of this answer for a moment."""
+        if self._response is response:
+            self.resume(response)
+            self._ends_s = min(self._ends_s, self._loop.time() + DRAINED_S)
+            self._arm(self._ends_s)
+
+    def stalled(self, response: Response) -> None:
+        """Take back that the last bytes counted."""
+        if self._response is response:
+            self._since_s = self._before_s
 
     def close(self, error: HttpError) -> None:
         response, self._response = self._response, None
@@ -231,11 +262,12 @@ class _Connection(asyncio.Protocol):
         now_s = self._loop.time()
         if self._response is None:
             due_s, error = self._since_s + KEPT_S, HttpError("the connection was not used")
-        elif self._paused or self._ends_s < self._since_s + self._client.idle_s:
-            due_s, error = self._ends_s, HttpError(f"no end of the answer within {self._client.answer_s:g} s")
+        elif self._paused or self._ends_s < self._since_s + self._idle_s:
+            due_s = self._ends_s
+            error = HttpError(f"no end of the answer within {self._client.answer_s:g} s", late="answer")
         else:
-            due_s = self._since_s + self._client.idle_s
-            error = HttpError(f"nothing arrived for {self._client.idle_s:g} s")
+            due_s = self._since_s + self._idle_s
+            error = HttpError(f"nothing arrived for {self._idle_s:g} s", late="idle")
         if now_s >= due_s:
             self.close(error)
             return
@@ -253,7 +285,7 @@ class _Connection(asyncio.Protocol):
         if response is None or self._parser is None:
             self.close(HttpError("bytes that nobody asked for"))
             return
-        self._since_s = self._loop.time()
+        self._before_s, self._since_s = self._since_s, self._loop.time()
         self._idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -387,11 +419,20 @@ class HttpClient:
         return "".join(f"{line}\r\n" for line in lines).encode("latin-1")
 
     def ask(
-        self, opening: bytes, body: bytes | None, on_change: Callable[[], None] | None, *, fresh: bool = False
+        self,
+        opening: bytes,
+        body: bytes | None,
+        on_change: Callable[[], None] | None,
+        *,
+        fresh: bool = False,
+        idle_s: float | None = None,
     ) -> Response:
-        """Send a request, if `fresh` on a connection of its own. Close the response after use."""
+        """Send a request, if `fresh` on a connection of its own. Close the response after use.
+
+        idle_s : longest silence; None: the client's
+        """
         data = opening + (b"\r\n" if body is None else b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        response = Response(self, data, on_change)
+        response = Response(self, data, on_change, self.idle_s if idle_s is None else idle_s)
         connection = None if fresh else self._kept()
         if connection is not None:
             connection.send(response)

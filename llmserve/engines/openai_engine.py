@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from llmserve.engines import error_objects
 from llmserve.engines.additions import PRIORITY, USAGE, Additions, Asking, with_priority
 from llmserve.engines.connecting import HttpError, printable
 from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, ServedModel
+from llmserve.engines.error_objects import KEY_STATUSES, ErrorObject, Verdict
 from llmserve.engines.event_stream import Count
 from llmserve.engines.http_client import HttpClient, Response
 from llmserve.engines.lenient_json import read
@@ -27,6 +30,7 @@ from llmserve.request import Batch, Call, EngineInfo
 
 log = logging.getLogger("llmserve")
 
+ANSWERS = range(200, 204)  # statuses that come with an answer, whatever is wrong with its headers
 ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it comes, and has no limit but time
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
 LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
@@ -37,7 +41,6 @@ HEALTH_PATH = "/health"  # of vLLM, SGLang, llama.cpp, TGI, llmserve; Ollama and
 METRICS_PATH = "/metrics"
 ALIVE_PATH = "/health/liveliness"  # of LiteLLM, whose /health has every model generate an answer
 MOMENTARY = (408, 429)  # statuses that say nothing about the next request
-AUTH_STATUSES = (401, 403, 407)  # they speak of the key that this server sends, never of the client's
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,12 @@ class _OpenApi(msgspec.Struct):
 class HttpAnswer:
     """An answer over HTTP; see engine.Answer. asking : asks again, where the engine may refuse what was added"""
 
-    __slots__ = ("_engine", "_response", "asking", "content_type", "fault", "headers", "retry_after", "status")
+    __slots__ = ("_engine", "_response", "asking", "content_type", "headers", "retry_after", "status")
 
     served: Mapping[str, Any] = NOTHING
 
     def __init__(self, response: Response, engine: OpenAIEngine) -> None:
         self.status = 0
-        self.fault = False
         self.content_type = ""
         self.retry_after: str | None = None
         self.headers: Headers = ()
@@ -110,7 +112,7 @@ class HttpAnswer:
         """Raises EngineError for a head that no client may get."""
         self.status = status = response.status
         self._engine.judge(status)
-        if status in AUTH_STATUSES:
+        if status in KEY_STATUSES:
             raise auth_error(self._engine.info.name, status)
         if 300 <= status < 400 or status in (204, 205):
             raise self._unusable(f"the status {status}")
@@ -126,7 +128,6 @@ class HttpAnswer:
                     if name in PASSED_HEADERS and _is_plain(value)
                 ]
             )
-        self.fault = status >= 500 or status == 408  # 408: the engine got no whole request, so it has begun nothing
 
     def _header(self, name: bytes) -> str | None:
         value = self._response.headers.get(name)
@@ -149,14 +150,27 @@ class HttpAnswer:
         except HttpError as error:
             raise self._broken(error) from error
 
+    def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
+        return error_objects.judge(self.status, error, names_model=names_model)
+
+    def stalled(self) -> None:
+        self._response.stalled()
+
+    def drain(self) -> None:
+        self._response.drain()
+
     def close(self) -> None:
         self._response.close()
 
     def _unusable(self, what: str) -> EngineError:
-        return EngineError(f"engine {self._engine.info.name} gave an answer that cannot be passed on: {what}")
+        text = f"engine {self._engine.info.name} gave an answer that cannot be passed on: {what}"
+        return EngineError(text, answered=self.status in ANSWERS)
 
     def _broken(self, error: HttpError) -> EngineError:
-        return EngineError(f"engine {self._engine.info.name} broke off its answer: {error}")
+        name = self._engine.info.name
+        if error.late:
+            return late_error(name, error)
+        return EngineError(f"engine {name} broke off its answer: {error}", answered=error.large and self.status < 300)
 
 
 def _is_plain(value: bytes) -> bool:
@@ -178,7 +192,13 @@ def models_of(body: bytes) -> list[ServedModel] | None:
 
 def auth_error(name: str, status: int) -> EngineError:
     message = f"engine {name} refuses this server's key with {status}: see --engine-api-key"
-    return EngineError(message, code="engine_auth")
+    return EngineError(message, code="engine_auth", refused=True)
+
+
+def late_error(name: str, error: HttpError) -> EngineError:
+    """The error of an answer that takes longer than a setting allows."""
+    message = f"engine {name} has not answered in time: {error}, see --engine-{error.late}-s"
+    return EngineError(message, code="engine_timeout", late=True)
 
 
 Kind = TypeVar("Kind", bound=HttpAnswer)
@@ -242,11 +262,11 @@ class OpenAIEngine:
         self, kind: type[Kind], head: bytes, call: Call, turn: float | None, on_change: Callable[[], None]
     ) -> Kind:
         """Send a call with what is added to its body. turn : see Asking"""
-        client, takes = self._client, self._additions.takes
+        client, takes, idle_s = self._client, self._additions.takes, idle_s_of(call)
         if (turn is None or takes(call, PRIORITY)) and (call.written is None or takes(call, USAGE)):
             body = call.body if turn is None else with_priority(call.body, turn)
-            return kind(client.ask(head, body, on_change), self)
-        asking = Asking(self._additions, call, turn, lambda body: client.ask(head, body, on_change))
+            return kind(client.ask(head, body, on_change, idle_s=idle_s), self)
+        asking = Asking(self._additions, call, turn, lambda body: client.ask(head, body, on_change, idle_s=idle_s))
         answer = kind(asking.ask(), self)
         if asking.is_open:
             answer.asking = asking
@@ -275,7 +295,7 @@ class OpenAIEngine:
 
     def judge(self, status: int) -> None:
         """Log once that the engine refuses the key."""
-        refused = status in AUTH_STATUSES
+        refused = status in KEY_STATUSES
         if refused and not self._key_refused:
             log.error("%s", auth_error(self.info.name, status))
         self._key_refused = refused
@@ -413,8 +433,15 @@ class OpenAIEngine:
         """Only a refused connection means unreachable; a timeout does not."""
         if error.local:
             return EngineError(f"this server has no socket left for engine {self.info.name}: {error}", local=True)
+        if error.late:
+            return late_error(self.info.name, error)
         return EngineError(f"engine {self.info.name} does not answer: {error}", unreachable=error.refused)
 
     async def close(self) -> None:
         await self._client.close()
         await self._probes.close()
+
+
+def idle_s_of(call: Call) -> float | None:
+    """Longest silence in an answer; None: the engine's setting. A whole answer is silent until it is complete."""
+    return None if call.stream else math.inf

@@ -7,11 +7,10 @@ counted; the few that carry an id, token counts or the end are decoded.
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 import msgspec
 
-from llmserve.engines.event_stream import EVENT_END, Count, Usage, data_of, whole_events
+from llmserve.engines.event_stream import Count, Passing, Says, Usage, data_of, events_of
 from llmserve.engines.lenient_json import read
 
 
@@ -39,7 +38,7 @@ class MessageUsage(ResponseUsage):
         return Usage(prompt, self.output_tokens)
 
 
-class EventReader:
+class EventReader(Passing):
     """Passes any event stream; it knows no counts, and a stream that ends is complete. See UsageFilter for the rest.
 
     response_id : id by which the engine knows the answer; "" for none, or until it has come
@@ -49,49 +48,49 @@ class EventReader:
     ends = re.compile(rb"")  # of these the last ones of a stream
     token = b""  # in the type of an event with content
 
+    opens = re.compile(rb"(?!)")  # events in which nothing has been generated yet
+
     def __init__(self) -> None:
-        self.in_parts = self.cut = False
+        super().__init__()
+        self.cut = False
         self.prompt_tokens: int | None = None
         self.response_id = ""
         self._output_tokens: int | None = None
         self._events = 0
-        self._ended = False
-        self._partial = b""
 
     @property
     def ended(self) -> bool:
-        return self._ended or self.ends.search(self._partial) is not None
+        return self.over or self.ends.search(self._partial) is not None
 
     @property
     def output_tokens(self) -> int:
         return self._events if self._output_tokens is None else self._output_tokens
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Add bytes from the engine. Returns the bytes that may go to the client now."""
-        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
-        self.in_parts = self.in_parts or in_parts
-        self._look(data)
-        return data
+    def _says(self, event: bytes) -> Says:
+        says = super()._says(event)
+        return Says.BEGINS if says is Says.CONTENT and self.opens.search(event) is not None else says
 
-    def flush(self) -> bytes:
-        """Return the rest at the end of a stream."""
-        rest, self._partial = self._partial, b""
-        self._look(rest)
-        return rest
+    def _pass(self, data: bytes) -> bytes:
+        tokens = data.count(self.token) if self.token else 0
+        self._events += tokens
+        if tokens and self.marks.search(data) is None and data.find(b'"error"') < 0:
+            return data
+        self.stalled = True
+        place = 0
+        for event in events_of(data):
+            place += len(event)
+            self._look(event)
+            if self.failed is not None or self.over:
+                break
+        return data[:place]
 
-    def release(self) -> bytes:
-        return b""
-
-    def _look(self, data: bytes) -> None:
-        if self.token:
-            self._events += data.count(self.token)
-        if self.marks.search(data) is None:
+    def _look(self, event: bytes) -> None:
+        self.stalled = self.stalled and Passing._says(self, event) is Says.NOTHING
+        if self.token and event.count(self.token):
             return
-        for start, end in pairwise([0, *(match.end() for match in EVENT_END.finditer(data)), len(data)]):
-            event = data[start:end]
-            if self.marks.search(event) is not None:
-                self._read(data_of(event))
-                self._ended = self._ended or self.ends.search(event) is not None
+        if not self._look_for_error(event) and self.marks.search(event) is not None:
+            self._read(data_of(event))
+            self.over = self.ends.search(event) is not None
 
     def _read(self, event: bytes) -> None:
         """Read an event whose type is one of `marks`. It may be a part of a very large one."""
@@ -112,6 +111,7 @@ class Response(msgspec.Struct):
 
     id: str = ""
     object: str = ""
+    status: str = ""
     usage: ResponseUsage | None = None
     incomplete_details: _Incomplete | None = None
 
@@ -126,10 +126,11 @@ class _ResponseEvent(msgspec.Struct):
 
 
 class ResponseReader(EventReader):
-    """Reads a stream of /v1/responses. An answer that failed counts as cut: it would have been longer."""
+    """Reads a stream of /v1/responses."""
 
-    marks = re.compile(rb'"type"\s*:\s*"(?:response\.(?:created|completed|incomplete|failed)|error)"')
-    ends = re.compile(rb'"type"\s*:\s*"(?:response\.(?:completed|incomplete|failed)|error)"')
+    marks = re.compile(rb'"type"\s*:\s*"response\.(?:created|completed|incomplete)"')
+    ends = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete)"')
+    opens = re.compile(rb'"type"\s*:\s*"response\.(?:created|queued|in_progress)"')
     token = b'.delta"'
 
     def _read(self, event: bytes) -> None:
@@ -140,7 +141,6 @@ class ResponseReader(EventReader):
             self.cut = self.cut or response.cut
             if response.usage is not None:
                 self._count(response.usage.counts)
-        self.cut = self.cut or told.type in ("response.failed", "error")
 
 
 class Message(msgspec.Struct):
@@ -169,8 +169,9 @@ class _MessageEvent(msgspec.Struct):
 class MessageReader(EventReader):
     """Reads a stream of /v1/messages."""
 
-    marks = re.compile(rb'"type"\s*:\s*"(?:message_(?:start|delta|stop)|error)"')
-    ends = re.compile(rb'"type"\s*:\s*"(?:message_stop|error)"')
+    marks = re.compile(rb'"type"\s*:\s*"message_(?:start|delta|stop)"')
+    ends = re.compile(rb'"type"\s*:\s*"message_stop"')
+    opens = re.compile(rb'"type"\s*:\s*"(?:message_start"|content_block_start"(?!.*"tool_use"))', re.S)
     token = b'"content_block_delta"'
 
     def _read(self, event: bytes) -> None:
@@ -181,5 +182,3 @@ class MessageReader(EventReader):
             self.cut = self.cut or (told.delta is not None and told.delta.stop_reason == "max_tokens")
             if told.usage is not None:
                 self._count(told.usage.counts)
-        elif told.type == "error":
-            self.cut = True

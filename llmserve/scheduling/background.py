@@ -268,7 +268,7 @@ class Background:
         ]
         rows = sorted(self._rows.items(), key=lambda item: _turn(item[1][0])) if free else ()
         for model, row in rows:
-            engines = [engine for engine in free if engine.serves(model)]
+            engines = [engine for engine in free if engine.open_to(model)]
             if engines:
                 queues = group.queues_of(model, self._book.now_s)
                 beyond = self._beyond_reserve(group, queues, engines)
@@ -348,6 +348,7 @@ class Background:
         times_s = [self._look_at_s, *[row[0][0] for row in self._rows.values()]]
         for group in self._groups:
             times_s += [until_s for e in group.pool.paused.values() if (until_s := e.circuit.open_until_s) is not None]
+            times_s += group.pool.rests_end_s(self._book.now_s)
         for model in self._rows:
             queues = self._groups.queues_of(model)
             if queues is not None and (reserve := self._admission.reserves.get(queues.fair)) is not None:

@@ -97,6 +97,10 @@ class Circuit:
         self.trial: int | None = None  # the request on trial while half open
 
     @property
+    def first_pause_s(self) -> float:
+        return self._first_pause_s
+
+    @property
     def closed(self) -> bool:
         return self.open_until_s is None
 

@@ -62,8 +62,9 @@ class EngineBook:
         is_new, state.known = not state.known, True
         group = self._groups.group_of(state)
         if not state.ready:  # the engine is back: past faults no longer count
-            state.circuit = self._new_circuit()
+            state.new_circuit(self._new_circuit())
             group.pool.paused.pop(info.name, None)
+            group.pool.resting.pop(info.name, None)
         no_longer = state.models - set(info.models)
         state.update(info)
         state.ready = True
@@ -97,6 +98,7 @@ class EngineBook:
         group = self._groups.group_of(state)
         state.ready = False
         group.pool.paused.pop(state.info.name, None)
+        group.pool.resting.pop(state.info.name, None)
         group.pool.update(state, self._book.now_s)
         self._circuits_changed(group)
         return group

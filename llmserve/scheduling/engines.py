@@ -22,6 +22,7 @@ from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.memory import MemoryTurn, is_giant
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.rests import Rests
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
 RECHECK_S = 0.1  # after a request did not fit: it may fit later, as running requests approach their ends
@@ -88,16 +89,17 @@ class EngineState:
     ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will, if it does not
     paces         by model, for models of known speed with at least one answer
     turn          which request may block the engine for its memory
+    rests         from models of which it has refused requests.  left_out : the models for which others work meanwhile
     """
 
     __slots__ = (
-        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "models", "paces"),
-        *("ready", "running", "total_tokens", "turn", "worker"),
+        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "left_out", "models", "paces"),
+        *("ready", "rests", "running", "total_tokens", "turn", "worker"),
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
         self.update(info)
-        self.circuit = circuit
+        self.new_circuit(circuit)
         self.worker = worker
         self.ready, self.known, self.expected = True, True, False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
@@ -112,6 +114,11 @@ class EngineState:
         """Replace the engine's description."""
         self.info = info
         self.models = frozenset(info.models)
+
+    def new_circuit(self, circuit: Circuit) -> None:
+        """Begin anew: what the engine failed or refused before no longer counts."""
+        self.circuit, self.rests = circuit, Rests(circuit.first_pause_s)
+        self.left_out: frozenset[str] = frozenset()
 
     # ---- room ----
 
@@ -146,6 +153,10 @@ class EngineState:
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models
+
+    def open_to(self, model: str) -> bool:
+        """Whether the engine serves the model, and is not left out for it."""
+        return (not self.models or model in self.models) and model not in self.left_out
 
     def speed(self, model: str) -> StepTimes | None:
         """The model's step times; None: unknown."""
@@ -314,6 +325,7 @@ class EnginePool:
     engines  the group's engines, ready or not, and those whose worker will join, by name
     free     engines that take requests now, by name
     paused   engines in a pause of their circuit, by name
+    resting  engines that rest from a model, by name
     batches  busy barrier engines, by the number of requests in their batch and by name
     """
 
@@ -323,6 +335,7 @@ class EnginePool:
         self.engines: dict[str, EngineState] = {}
         self.free: dict[str, EngineState] = {}
         self.paused: dict[str, EngineState] = {}
+        self.resting: dict[str, EngineState] = {}
         self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
         self._prefixes = PrefixMemory()
 
@@ -333,12 +346,14 @@ class EnginePool:
         open_until_s = engine.circuit.open_until_s
         if engine.ready and open_until_s is not None and open_until_s > now_s:
             self.paused[engine.info.name] = engine
+        if engine.rests:
+            self.resting[engine.info.name] = engine
         self.update(engine, now_s)
 
     def leave(self, engine: EngineState) -> None:
         """Remove an engine, which starts no more requests of this group."""
         name = engine.info.name
-        for engines in (self.engines, self.free, self.paused):
+        for engines in (self.engines, self.free, self.paused, self.resting):
             engines.pop(name, None)
         self._count_batch(engine, 0)
         self.forget_prefixes(engine)
@@ -378,6 +393,25 @@ class EnginePool:
             self.refresh(engine, now_s)
         return bool(over)
 
+    # ---- rests ----
+
+    def look_at_rests(self, now_s: float) -> None:
+        """Leave engines out that rest from a model while another engine of it works and does not rest."""
+        for name, engine in list(self.resting.items()):
+            going_on = engine.rests.going_on(now_s)
+            engine.left_out = frozenset([model for model, _ in going_on if self._others_are_awake(model, now_s)])
+            if not going_on:
+                del self.resting[name]
+
+    def _others_are_awake(self, model: str, now_s: float) -> bool:
+        serving = self.serving(model)
+        return any(other.circuit.closed and other.rests.until_s(model) <= now_s for other in serving)
+
+    def rests_end_s(self, now_s: float) -> list[float]:
+        """When the rests that leave an engine out end."""
+        engines = self.resting.values()
+        return [until_s for e in engines for model, until_s in e.rests.going_on(now_s) if model in e.left_out]
+
     # ---- engines of a model ----
 
     def serving(self, model: str) -> list[EngineState]:
@@ -390,11 +424,13 @@ class EnginePool:
 
     def free_for(self, model: str, blocked: Collection[str] = ()) -> list[EngineState]:
         free = [engine for engine in self.free.values() if not engine.models or model in engine.models]
+        if self.resting:
+            free = [engine for engine in free if model not in engine.left_out]
         return [engine for engine in free if engine.info.name not in blocked] if blocked else free
 
-    def another_works(self, name: str, model: str) -> bool:
-        """Whether an engine other than `name` serves the model with a closed circuit."""
-        return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))
+    def others_work(self, names: Collection[str], model: str) -> bool:
+        """Whether an engine other than these serves the model with a closed circuit."""
+        return any(engine.info.name not in names and engine.circuit.closed for engine in self.serving(model))
 
     # ---- choice of an engine ----
 

@@ -119,6 +119,8 @@ class FixedChoice:
         engines: Collection[EngineState] = self._pool.free.values()
         if self._blocked:
             engines = [engine for engine in engines if engine.info.name not in self._blocked]
+        if self._pool.resting:
+            return [queues for queues in waiting if any(engine.open_to(queues.model) for engine in engines)]
         for engine in engines:
             if not engine.models:  # this engine serves every model
                 return list(waiting)
@@ -245,12 +247,12 @@ class FixedChoice:
         return idle
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
-        """Whether no engine has room but the one that failed the batch, while another works, and those on trial."""
+        """Whether no engine has room but those that failed the batch, while another works, and those on trial."""
         engines = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
         willing = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
-        if batch.avoid is None or not self._pool.another_works(batch.avoid, queues.model):
+        if not batch.avoid or not self._pool.others_work(batch.avoid, queues.model):
             return bool(engines) and not willing
-        return all(engine.info.name == batch.avoid for engine in willing)
+        return all(engine.info.name in batch.avoid for engine in willing)
 
     def _may_be_passed(self, queues: ModelQueues, batch: FormedBatch) -> bool:
         if self.waits_for_another_engine(queues, batch):
@@ -260,8 +262,8 @@ class FixedChoice:
     def _willing(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str] = ()) -> list[EngineState]:
         """Engines, free or with look-ahead places, that may be given the batch. blocked : names of others"""
         engines, avoid = self._pool.free_for(queues.model, blocked), batch.avoid
-        if avoid is not None and self._pool.another_works(avoid, queues.model):
-            engines = [engine for engine in engines if engine.info.name != avoid]
+        if avoid and self._pool.others_work(avoid, queues.model):
+            engines = [engine for engine in engines if engine.info.name not in avoid]
         return [e for e in engines if e.circuit.closed or not e.circuit.refuses(batch, self._now_s)]
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:

@@ -121,7 +121,7 @@ class Group:
         """Whether an arrival may lead to an action or a timer; False when all engines are busy."""
         return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in)
 
-    def note_wake(self, dues_s: list[float]) -> None:
+    def note_wake(self, dues_s: list[float], now_s: float) -> None:
         """Set `wake_at_s`. dues_s : times at which more batches could start; this list is extended."""
         if not self.tally.waiting:
             self.wake_at_s = None
@@ -129,6 +129,8 @@ class Group:
         if self.pool.paused:
             pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
             dues_s += [until_s for until_s in pauses_s if until_s is not None]
+        if self.pool.resting:
+            dues_s += self.pool.rests_end_s(now_s)
         self.wake_at_s = min(dues_s) if dues_s else None
         if dues_s:
             self.rouse()

@@ -30,6 +30,8 @@ from llmserve.scheduling.model_queues import ModelQueues, count_lines
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
+REFUSALS_MAX = 8  # engines that are asked for one request, so that a fleet that refuses all is not asked by each of all
+
 
 class Groups:
     """The groups at run time, the workers and engines, and which group each belongs to.
@@ -367,6 +369,23 @@ class RequestBook:
             else:
                 queued.retries += 1
                 again.append(queued)
+        self._wait_for_another(again, first, avoid)
+
+    def run_elsewhere(self, run: Run) -> None:
+        """Put a request that its engine has refused back among the formed batches; fail it when every engine that
+        works has refused it, or REFUSALS_MAX have.
+        """
+        queued = run.queued
+        self.count_as_online(queued)
+        queued.refused_by |= {run.engine}
+        pool = self.group_of(queued).pool
+        if len(queued.refused_by) >= REFUSALS_MAX or not pool.others_work(queued.refused_by, queued.request.model):
+            self.fail(queued, "refused")
+        else:
+            self._wait_for_another([queued], run, run.engine)
+
+    def _wait_for_another(self, again: list[QueuedRequest], first: Run, avoid: str) -> None:
+        """Let requests of one batch wait for another engine, as one batch. first : of the runs of the batch"""
         if not again:
             return
         queues = self.queues_of(again[0])

@@ -14,7 +14,14 @@ from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import Batch, EngineInfo, Request
 
 FailReason = Literal[
-    "queue_full", "no_engine", "model_not_found", "draining", "deadline_exceeded", "engine_lost", "engine_failed"
+    "queue_full",
+    "no_engine",
+    "model_not_found",
+    "draining",
+    "deadline_exceeded",
+    "engine_lost",
+    "engine_failed",
+    "refused",
 ]
 REVISIONS_MAX = 64  # forecasts in one ForecastsRevised, which bounds the work of its step
 SHARES_MAX = 256  # shares in one ServedElsewhere, for the same reason
@@ -39,6 +46,10 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     output_tokens  tokens generated per choice, 0 when unknown; a simulation may use fractions
     fault          whether the failure was the engine's fault, not the client's
     retryable      whether its client has received no byte yet, so that it may run elsewhere after a fault
+    refused        whether the engine has declined to run it, and another may: it runs on each of the others before it
+                   fails. Such a request is retryable
+    rest_s         how long the engine takes no more requests of the model, while others do; 0: it does not say;
+                   None: this request says nothing about others
     no_socket      whether this server had no socket for it: `cancelled`, for that says nothing about the engine
     """
 
@@ -49,6 +60,8 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     fault: bool = False
     retryable: bool = False
     no_socket: bool = False
+    refused: bool = False
+    rest_s: float | None = None
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -241,7 +254,10 @@ class PreemptBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class FailRequest(msgspec.Struct, frozen=True, tag=True):
-    """Refuse or fail a request, which ends. retry_after_s: predicted seconds until a retry would be accepted."""
+    """Refuse or fail a request, which ends. retry_after_s: predicted seconds until a retry would be accepted.
+
+    reason : `refused`: every engine that works has refused it
+    """
 
     request_id: int
     reason: FailReason

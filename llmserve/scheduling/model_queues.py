@@ -217,9 +217,9 @@ class ModelQueues:
         self._count(len(requests), self._work_us(requests))
         return [self.bins[index] for index in by_bin]
 
-    def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
-        """Queue a batch that an engine failed or lost as a formed batch again. avoid : name of the engine."""
-        batch.avoid = avoid
+    def take_back_batch(self, batch: FormedBatch, engine: str) -> None:
+        """Queue a batch that an engine failed, refused or lost as a formed batch again. engine : its name"""
+        batch.avoid = frozenset((engine,)).union(*[queued.refused_by for queued in batch.requests.values()])
         for queued in batch.requests.values():
             self._join_share(queued)
         batch.share = batch.least_served()

@@ -42,7 +42,7 @@ class Candidates:
     def on(self, engine: EngineState, whose: Whose | None = None) -> Iterator[Candidate]:
         """Of all models, for this engine."""
         for queues in self._group.tally.queues.values():
-            if engine.serves(queues.model):
+            if engine.open_to(queues.model):
                 most = min(self._forming.batch_size, engine.room_at_once)
                 yield from self.of(engine, queues, most, (), whose, by_least=False)
 
@@ -98,7 +98,7 @@ class Candidates:
     def _may_be_next(self, batch: FormedBatch, share: Share | None) -> bool:
         """Whether a formed batch is a candidate. share : None: of any"""
         passed = batch.large and batch.share in self.set_aside
-        return batch.avoid is None and not passed and (share is None or batch.has(share))
+        return not batch.avoid and not passed and (share is None or batch.has(share))
 
     def formed(
         self, engine: EngineState, queues: ModelQueues, batch: FormedBatch, most: int, *, by_least: bool
@@ -258,10 +258,10 @@ class MomentChoice:
     def _returned(self, engine: EngineState) -> Start | None:
         """The first returned batch of which some requests can be in time together, at least with short answers."""
         for queues in self._group.tally.queues.values():
-            if not queues.formed or not engine.serves(queues.model):
+            if not queues.formed or not engine.open_to(queues.model):
                 continue
             for batch in queues.formed.returned:
-                avoids = batch.avoid == engine.info.name and self._pool.another_works(engine.info.name, queues.model)
+                avoids = engine.info.name in batch.avoid and self._pool.others_work(batch.avoid, queues.model)
                 if avoids or engine.circuit.refuses(batch, self._now_s):
                     continue
                 for by_least in (False, True):
@@ -352,7 +352,7 @@ class MomentChoice:
         for queues in waiting:
             runs = running.runs if running is not None and running.runs[0].queued.request.model == queues.model else ()
             count = queues.waiting + len(runs)
-            if count < at_least or not engine.serves(queues.model):
+            if count < at_least or not engine.open_to(queues.model):
                 continue
             if best is not None and order.least_key(min(count, most)) > best[0]:
                 continue
@@ -374,7 +374,7 @@ class MomentChoice:
 
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
         """The best start on a free engine, of one bin or of the formed batches; None: nothing can start."""
-        if not queues.waiting or not engine.serves(queues.model):
+        if not queues.waiting or not engine.open_to(queues.model):
             return None
         most = min(self._forming.batch_size, engine.room)
         candidates = list(self._candidates.of(engine, queues, most, (), by_least=False))

@@ -34,6 +34,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     formed, run      set by the formed queue: the batch in which it waits; set by its engine while it runs
     retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
     failed_on        engine that failed it first by a fault; "": none.  suspect : the fault may be its own (circuit.py)
+    refused_by       names of the engines that have refused it
     share            who is served with it, set by its model's queues.  charged : to the share while it runs, weighted
     """
 
@@ -58,6 +59,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     cancelled: bool = False
     failed_on: str = ""
     suspect: bool = False
+    refused_by: frozenset[str] = frozenset()
     share: Share = NOBODY
     charged: float = 0.0
 
@@ -298,7 +300,7 @@ class FormedBatch:
         self.key = 0.0  # the order's key, by the present forecasts of its requests
         self.serial = 0  # of its entry among the batches that were never started; 0: it has none
         self.large = False  # whether it waits in a lane of large batches
-        self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
+        self.avoid: frozenset[str] = frozenset()  # engines that failed or refused it; used only while no other works
         self.share = requests[0].share if len(requests) == 1 else self.least_served()
 
     def least_served(self) -> Share:

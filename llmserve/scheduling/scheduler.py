@@ -186,6 +186,8 @@ class Scheduler:
         if self._book.deadlines.next_at_s is not None:
             self._book.fail_late()
         for group in self._book.touched.values():
+            if group.pool.resting:
+                group.pool.look_at_rests(self._now_s)
             dues_s = self._dispatch.settle(group, self._now_s)
             self.background.settle(group)
             if not group.present:
@@ -193,8 +195,8 @@ class Scheduler:
             if group.planned:
                 for queues in group.planned:
                     self._ask_for_plan(group, queues)
-            if dues_s or group.wake_at_s is not None or group.pool.paused:
-                group.note_wake(dues_s)
+            if dues_s or group.wake_at_s is not None or group.pool.paused or group.pool.resting:
+                group.note_wake(dues_s, self._now_s)
         if self.groups.only is None:
             self.groups.drop_empty()
         self.wake_at_s = next_wake_s(self._book.next_late_at_s(), self.groups, self._rates)
@@ -247,11 +249,20 @@ class Scheduler:
         queued = run.queued
         if event.fault:
             self._judged(self._faults.failed(event.engine, queued, self._now_s))
-        elif event.outcome != "cancelled":
+        elif event.outcome != "cancelled" and not event.refused:
             self._judged(self._faults.answered(event.engine, (queued,), self._now_s))
+            if engine.rests:
+                engine.rests.answered(queued.request.model, run.started_at_s)
+        if event.rest_s is not None:
+            engine.rests.refused(queued.request.model, event.rest_s, run.started_at_s, self._now_s)
+            group.pool.resting[event.engine] = engine
         engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
-        if event.fault and event.retryable and not queued.cancelled:
+        if event.refused and event.retryable and not queued.cancelled:
+            self._book.run_elsewhere(run)
+            refund((run,))
+            self._book.place_again([queued])
+        elif event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
             refund((run,))
             self._book.place_again([queued])
@@ -281,6 +292,8 @@ class Scheduler:
         ended = [run for run in engine.running.values() if run.batch_id == event.batch_id]
         self._judged(self._faults.answered(event.engine, [run.queued for run in ended], self._now_s))
         if ended:
+            if engine.rests:
+                engine.rests.answered(ended[0].queued.request.model, ended[0].started_at_s)
             engine.remove(ended, self._now_s)
             for run in ended:
                 self._book.queues_of(run.queued).settle(run.queued, event.output_tokens.get(run.queued.request.id, 0.0))

@@ -209,7 +209,7 @@ class Past:
         self._stopped.discard(event.request_id)
         if event.outcome == "completed" and event.output_tokens > 0:
             self._answered(event.request_id, event.output_tokens)
-        elif (event.fault and event.retryable) or (stopped and event.outcome == "cancelled"):
+        elif event.retryable or (stopped and event.outcome == "cancelled"):
             self._wait_again(event.request_id)
         else:
             self._leave_out(event.request_id, "length not reported" if event.outcome == "completed" else event.outcome)

@@ -61,7 +61,7 @@ WHOLE = b'{"id":"a","choices":[{"index":0,"message":{"content":"words"},"finish_
 class StubAnswer:
     """An answer whose parts come one with each turn of the event loop."""
 
-    status, fault, retry_after, headers = 200, False, None, ()
+    status, retry_after, headers = 200, None, ()
 
     def __init__(self, parts: list[bytes], on_change: Any) -> None:
         self.content_type = "text/event-stream" if len(parts) > 1 else "application/json"
@@ -89,6 +89,12 @@ class StubAnswer:
     def take(self) -> bytes:
         part, self._part = self._part, b""
         return part
+
+    def stalled(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        self._closed = True
 
     def close(self) -> None:
         self._closed = True

@@ -24,7 +24,7 @@ from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
-from llmserve.settings import LiveConfig, ServerConfig
+from llmserve.settings import EngineConfig, LiveConfig, ServerConfig
 from predictor.forecaster import Forecaster
 from predictor.online import OnlineLearner
 from predictor.prediction import Prediction
@@ -203,12 +203,31 @@ async def test_a_request_is_retried_after_a_500_of_an_engine(start_front: StartF
         assert bad.bodies
 
 
-async def test_an_engine_that_hangs_is_given_up_for_another(start_front: StartFront) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_on_an_engine_that_hangs_is_given_up_and_not_run_again(
+    stream: bool, start_front: StartFront
+) -> None:
     async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
-        bad.fault = Fault("hang")
-        front = await start_front(good, bad, slots=1, engine_idle_s=0.3)
-        answers = await asyncio.gather(*(answer(front, max_tokens=5) for _ in range(2)))
-        assert [status for status, *_ in answers] == [200] * 2
+        bad.fault = Fault("hang", after_tokens=0)
+        urls, idle_s = (good.url, bad.url), 0.3 if stream else 30.0
+        engines = EngineConfig(engine=urls, slots=1, engine_idle_s=idle_s, engine_answer_s=0.4)
+        front = await start_front(good, bad, engines=engines)
+
+        async def ask() -> tuple[int, str, str]:
+            async with front.post(max_tokens=5, stream=stream) as response:
+                return response.status, response.headers.get("x-should-retry", ""), await response.text()
+
+        good_one, hung = sorted(await asyncio.gather(ask(), ask()))
+        assert (good_one[0], hung[:2]) == (200, (504, "false"))
+        assert ("--engine-idle-s" if stream else "--engine-answer-s") in hung[2]
+        assert len(good.bodies) == len(bad.bodies) == 1
+
+
+async def test_a_whole_answer_may_be_silent_for_as_long_as_it_takes(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.1) as engine:
+        front = await start_front(engine, engine_idle_s=0.1)
+        assert (await answer(front, max_tokens=5))[0] == 200
+        assert len(engine.bodies) == 1
 
 
 async def test_an_engine_that_comes_back_is_used_again(start_front: StartFront) -> None:

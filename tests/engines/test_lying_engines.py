@@ -49,7 +49,7 @@ CASES = (
     Case("a redirect", http(b"", "location: http://169.254.169.254/", status="302 Found")),
     Case("not modified", b"HTTP/1.1 304 Not Modified\r\n\r\n"),
     Case("no content", b"HTTP/1.1 204 No Content\r\n\r\n"),
-    Case("a content-type of \\xff\\xfe", http(GOOD, "content-type: \xff\xfe")),
+    Case("a content-type of \\xff\\xfe", http(GOOD, "content-type: \xff\xfe"), elsewhere=False),
     Case("a content-type with a vertical tab", http(GOOD, "content-type: a\x0bb")),
     Case("a content-type with NUL", http(GOOD, "content-type: a\0b")),
     Case("a retry-after of \\xff\\xfe", http(b"{}", "retry-after: \xff\xfe", status="429 Too Many")),
@@ -63,28 +63,46 @@ CASES = (
     Case("a length beyond all numbers", b"HTTP/1.1 200 OK\r\ncontent-length: " + b"9" * 30 + b"\r\n\r\n" + GOOD),
     Case("two lengths", http(GOOD, "content-length: 5")),
     Case("a length and chunks", chunked(GOOD, headers="content-length: 5\r\n")),
-    Case("gzip", http(gzip.compress(GOOD), "content-encoding: gzip")),
+    Case("gzip", http(gzip.compress(GOOD), "content-encoding: gzip"), elsewhere=False),
     Case("an error in gzip", http(gzip.compress(b"{}"), "content-encoding: gzip", status="400 Bad Request")),
     Case("gzip as transfer-encoding", chunked(GOOD, headers="transfer-encoding: gzip\r\n")),
     # whole answers
     Case("an empty body", http(b"")),
     Case("HTML", http(b"<html>welcome</html>", "content-type: text/html")),
-    Case("half a JSON", http(GOOD[:40])),
-    Case("JSON without choices", http(b'{"error": {"message": "overloaded"}}')),
-    Case("choices that are no list", http(b'{"choices": 3}')),
-    Case("a list", http(b"[]")),
-    Case("JSON of a hundred thousand levels", http(b'{"choices": ' + b"[" * 100_000)),
+    Case("half a JSON", http(GOOD[:40]), elsewhere=False),
+    Case("JSON without choices", http(b'{"error": {"message": "no core", "code": "core_dead"}}'), end="core_dead"),
+    Case("choices that are no list", http(b'{"choices": 3}'), elsewhere=False),
+    Case("a list", http(b"[]"), elsewhere=False),
+    Case("JSON of a hundred thousand levels", http(b'{"choices": ' + b"[" * 100_000), elsewhere=False),
     Case("a body shorter than its length", http(GOOD)[:-10]),
-    Case("a body announced with 600 MB", b"HTTP/1.1 200 OK\r\ncontent-length: 600000000\r\n\r\n" + GOOD),
-    Case("a body without end", endless(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 1_000_000)),
-    Case("chunks without end", endless(chunked(end=False), b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n")),
+    Case(
+        "a body announced with 600 MB", b"HTTP/1.1 200 OK\r\ncontent-length: 600000000\r\n\r\n" + GOOD, elsewhere=False
+    ),
+    Case("a body without end", endless(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 1_000_000), elsewhere=False),
+    Case(
+        "chunks without end",
+        endless(chunked(end=False), b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n"),
+        elsewhere=False,
+    ),
     Case("a trailer without end", endless(chunked(GOOD, end=False) + b"0\r\nx-more: ", b"y" * 5_000)),
     Case("an extension of a chunk without end", endless(chunked(end=False) + b"5;x=", b"y" * 5_000)),
     Case("no size of a chunk", chunked(end=False) + b"zz\r\n"),
     Case("a 500 without end", endless(b"HTTP/1.1 500 Oops\r\n\r\n", b"x" * 1_000_000)),
     Case("a 400 without end", endless(b"HTTP/1.1 400 Bad\r\n\r\n", b"x" * 1_000_000)),
-    Case("a drip", dripping(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", b"x", 0.02), elsewhere=False),
-    Case("a dripping head", dripping(b"HTTP/1.1 200 OK\r\nx-slow: ", b"x", 0.02), elsewhere=False),
+    Case(
+        "a drip",
+        dripping(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", b"x", 0.02),
+        504,
+        "engine_timeout",
+        elsewhere=False,
+    ),
+    Case(
+        "a dripping head",
+        dripping(b"HTTP/1.1 200 OK\r\nx-slow: ", b"x", 0.02),
+        504,
+        "engine_timeout",
+        elsewhere=False,
+    ),
     # statuses
     Case("401", http(b"{}", status="401 Unauthorized"), end="engine_auth"),
     Case("403", http(b"{}", status="403 Forbidden"), end="engine_auth"),
@@ -98,7 +116,7 @@ CASES = (
     # streams
     Case("a stream of nothing", chunked(headers=EVENTS), stream=True),
     Case("a stream of HTML", chunked(b"<html>\n\n</html>", headers="content-type: text/html\r\n"), stream=True),
-    Case("a stream that is an error", http(b'{"error": {"message": "overloaded"}}'), stream=True),
+    Case("a stream that is an error", http(b'{"error": {"message": "x", "code": "y"}}'), end="y", stream=True),
     Case("a stream that ends in mid-answer", chunked(TOKEN, TOKEN, headers=EVENTS), 200, stream=True, elsewhere=False),
     Case(
         "a stream that ends in mid-event",
@@ -119,6 +137,7 @@ CASES = (
         "a stream that drips",
         dripping(chunked(TOKEN, end=False), b"1\r\n:\r\n", 0.02),
         200,
+        "engine_timeout",
         stream=True,
         elsewhere=False,
     ),
@@ -151,6 +170,7 @@ HONEST = (
     Case(
         "a stream without a last empty line", chunked(TOKEN, FINISH.rstrip(), headers=EVENTS), 200, "done", stream=True
     ),
+    Case("a whole answer instead of a stream", http(GOOD), 200, "done", stream=True),
     Case("a stream of HTTP/1.0", b"HTTP/1.0 200 OK\r\n\r\n" + TOKEN + FINISH + DONE, 200, "done", stream=True),
 )
 

@@ -49,10 +49,14 @@ def test_an_answer_at_its_limit_is_cut(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", READERS)
-def test_an_error_ends_a_stream_and_says_nothing_about_its_length(path: str) -> None:
-    reader = READERS[path]()
-    reader.feed(b'event: error\ndata: {"type": "error", "error": {"message": "no"}}\n\n')
-    assert (reader.cut, reader.ended) == (True, True)
+def test_an_error_fails_a_stream_and_nothing_passes_behind_it(path: str) -> None:
+    reader, data = READERS[path](), stream(path)
+    error = b'event: error\ndata: {"type": "error", "error": {"message": "no"}}\n\n'
+    half = data[: data.index(b"\n\n", len(data) // 2) + 2]
+    assert reader.feed(half + error + data[len(half) :]) == half + error
+    assert reader.failed is not None
+    assert reader.failed.message == "no"
+    assert not reader.ended
 
 
 def test_a_last_event_without_its_empty_line_is_read_too() -> None:
