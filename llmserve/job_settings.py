@@ -36,5 +36,16 @@ class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
             "0: no limit",
         ),
     ] = 0
+    batch_active_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="batches of one key that have not ended; a further one is refused with 429. Each costs some kB "
+            "of memory, and a place in the list that the server looks through each second; 0: no limit",
+        ),
+    ] = 200
+    batch_active_total_max: Annotated[
+        int, Meta(ge=0, description="batches of all keys that have not ended, likewise; 0: no limit")
+    ] = 2_000
     batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
     batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0

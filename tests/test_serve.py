@@ -341,7 +341,14 @@ def test_the_import_rules_hold() -> None:
         "predictor.errors": set(),
         "predictor.records": {"predictor.errors"},
         "llmserve.jobs": {
-            *("llmserve.api", "llmserve.cluster", "llmserve.errors", "llmserve.extras", "llmserve.request"),
+            *(
+                "llmserve.api",
+                "llmserve.cluster",
+                "llmserve.engines",
+                "llmserve.errors",
+                "llmserve.extras",
+                "llmserve.request",
+            ),
             *("llmserve.json_text", "llmserve.lasting", "llmserve.scheduling"),
         },
         "llmserve.api": {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -86,7 +87,7 @@ class BatchEndpoints:
         length = exchange.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > Upload.bytes_max:
             raise BodyTooLarge(f"the body is larger than {Upload.bytes_max:,} bytes")
-        return Upload(exchange.headers.get("content-type", ""), self._jobs.new_file, key)
+        return Upload(exchange.headers.get("content-type", ""), partial(self._jobs.new_file, key), key)
 
     def _key(self, request: Request) -> str:
         return self._keys.authenticate(request.headers.get("authorization"))

@@ -32,6 +32,7 @@ def open_jobs(
     if jobs.store_folder is None and state is None:
         raise ConfigError("store: give --store-folder or --state, too, for the bytes of files")
     from llmserve.api.lines import LineDoor
+    from llmserve.jobs.batch_store import BatchLimits
     from llmserve.jobs.database import sqlite_url
     from llmserve.jobs.file_store import FileLimits
     from llmserve.jobs.service import opened
@@ -45,6 +46,7 @@ def open_jobs(
         LineDoor(cluster, key_limits, parser, fair=fair),
         days=jobs.batch_days,
         limits=FileLimits(jobs.batch_files_max, jobs.batch_bytes_max),
+        batch_limits=BatchLimits(jobs.batch_active_max, jobs.batch_active_total_max),
         tokens_queued_max=jobs.batch_tokens_max,
         line_bytes_max=config.limits.body_bytes_max,
         prompt_chars_max=config.limits.prompt_chars_max,

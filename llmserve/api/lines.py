@@ -41,9 +41,13 @@ class LineDoor:
     def is_open(self) -> bool:
         return not self._cluster.draining and any(self._cluster.engines_ready.values())
 
-    @property
-    def slots(self) -> int:
-        return sum([handle.info.slots for handle in self._cluster.fleet.handles.values() if handle.ready])
+    def slots(self, model: str) -> int:
+        fleet = self._cluster.fleet  # a line may name no model, or one by another name
+        return sum([handle.info.slots for handle in fleet.serving(model) or fleet.handles.values() if handle.ready])
+
+    def is_up(self, model: str) -> bool:
+        serving = self._cluster.fleet.serving(model)
+        return not serving or any(handle.ready for handle in serving)
 
     @property
     def barrier(self) -> bool:

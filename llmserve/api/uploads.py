@@ -12,6 +12,7 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from llmserve.errors import BadRequest, BodyTooLarge, RequestError, Unavailable
+from llmserve.jobs.folder import NoRoom
 
 if TYPE_CHECKING:
     from llmserve.jobs.folder import Appended
@@ -123,6 +124,8 @@ class Upload:
 
     @staticmethod
     def _storage_error(error: OSError) -> RequestError:
+        if isinstance(error, NoRoom):
+            return error.refusal
         return Unavailable(f"the file cannot be stored: {error.strerror}", code="disk", retry_after_s=5.0)
 
     async def _write(self) -> None:

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import secrets
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import delete, func, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from llmserve.errors import BadRequest
+from llmserve.errors import BadRequest, RateLimited
 from llmserve.jobs.contract import ACTIVE, CANCELLABLE, BatchRow, NewBatch
-from llmserve.jobs.database import Database
-from llmserve.jobs.rows import batch_of, batch_row, change, file_of, page
+from llmserve.jobs.database import CLIENT_WAITS_S, Database
+from llmserve.jobs.rows import batch_of, batch_row, change, file_of, page, sound_rows
 from llmserve.jobs.tables import batches
+
+RETRY_AFTER_S = 60.0  # of a client with too many batches
+
+
+class BatchLimits(NamedTuple):
+    """Batches that have not ended: of one key, and of all. 0: no limit"""
+
+    of_key: int = 0
+    of_all: int = 0
 
 
 class BatchStore:
     """The operations of clients on batches. Methods raise RequestError, and SQLAlchemyError."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, limits: BatchLimits) -> None:
+        self._database, self._limits = database, limits
 
     async def create(
         self, key: str, new: NewBatch, *, window_s: int, now_s: int, idempotency_key: str | None, asked: str
     ) -> BatchRow:
-        """Make a batch, or return the one of the same Idempotency-Key. Raises BadRequest, NotFound."""
-        async with self._database.write() as connection:
+        """Make a batch, or return the one of the same Idempotency-Key. Raises BadRequest, NotFound, RateLimited."""
+        async with self._database.write(CLIENT_WAITS_S) as connection:
             if idempotency_key is not None:
                 same = batches.c.key == key, batches.c.idempotency_key == idempotency_key
                 row = (await connection.execute(select(batches).where(*same))).one_or_none()
@@ -37,6 +48,7 @@ class BatchStore:
                 raise BadRequest(
                     f"the file has the purpose {file.purpose}, not batch", param="input_file_id", code="invalid_purpose"
                 )
+            await self._check_room(connection, key)
             values = {
                 "id": f"batch_{secrets.token_hex(16)}",
                 "key": key,
@@ -55,6 +67,21 @@ class BatchStore:
             made = await connection.execute(insert(batches).values(values).returning(batches))
             return batch_row(made.one())
 
+    async def _check_room(self, connection: AsyncConnection, key: str) -> None:
+        limits = (
+            (self._limits.of_key, (batches.c.key == key,), "this key has", "batch_active_max"),
+            (self._limits.of_all, (), "all keys together have", "batch_active_total_max"),
+        )
+        for most, of, who, setting in limits:
+            counted = select(func.count()).where(batches.c.status.in_(ACTIVE), *of)
+            if most and (count := (await connection.execute(counted)).scalar_one()) >= most:
+                flag = f"--{setting.replace('_', '-')}"
+                raise RateLimited(
+                    f"{who} {count:,} batches that have not ended, the most allowed ({flag}): wait until some have, or "
+                    "cancel some",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+
     async def batch(self, key: str, batch_id: str) -> BatchRow:
         """Raises NotFound."""
         async with self._database.read() as connection:
@@ -64,7 +91,7 @@ class BatchStore:
         """As list_files, the newest first."""
         wanted = select(batches).where(batches.c.key == key)
         rows, more = await page(self._database, batches, wanted, key, after, limit, ascending=False)
-        return [batch_row(row) for row in rows], more
+        return sound_rows(rows), more
 
     async def counts(self) -> dict[str, int]:
         """How many batches of all keys have each status."""
@@ -77,7 +104,7 @@ class BatchStore:
 
         Raises NotFound, and BadRequest for a batch that has ended, or has all its results.
         """
-        async with self._database.write() as connection:
+        async with self._database.write(CLIENT_WAITS_S) as connection:
             row = await batch_of(connection, batch_id, key)
             if row.status in ("cancelling", "cancelled"):
                 return row

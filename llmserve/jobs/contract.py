@@ -3,7 +3,8 @@
     validating --> in_progress --> finalizing --> completed
         |               |
         |               +--> expired                     the window has passed; unfinished lines are in the error file
-        +--> failed                                      the input file has errors, named by line
+        +---------------+--> failed                      the input file has errors, named by line; or the disk has
+        |                                                damaged it, or results. What is whole is in the files
         +--> cancelling --> cancelled                    from validating and in_progress
 
 A batch that finalizes has the results of all its lines: it is not cancelled any more, and does not expire.
@@ -22,7 +23,7 @@ from llmserve.errors import BadRequest
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 CHANGES: dict[Status, tuple[Status, ...]] = {
     "validating": ("in_progress", "failed", "cancelling", "expired"),
-    "in_progress": ("finalizing", "expired", "cancelling"),
+    "in_progress": ("finalizing", "failed", "expired", "cancelling"),
     "finalizing": ("completed",),
     "cancelling": ("cancelled",),
 }

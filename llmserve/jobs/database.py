@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -19,11 +20,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from llmserve.errors import ConfigError
+from llmserve.errors import ConfigError, Unavailable
 from llmserve.extras import need
 
-REVISION = "0001"  # the newest migration; a test compares
-BUSY_S = 30
+REVISION = "0002"  # the newest migration; a test compares
+BUSY_S = 30  # that a server's own work waits for the lock of SQLite
+CLIENT_WAITS_S = 3.0  # that a client waits for it
 WRITER = 0x6C6C6D73  # number of PostgreSQL's advisory lock for transactions that write
 ALIVE = 0x6C6C6D74  # first number of the locks that servers hold while they live
 
@@ -37,15 +39,29 @@ class Database:
         self._turn = asyncio.Lock()  # of this process; waiting here costs less than waiting for the database's lock
 
     @contextlib.asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that is committed at the end of the block. Raises SQLAlchemyError."""
-        async with self._turn, self.engine.connect() as connection:
-            if self.is_sqlite:
-                await connection.exec_driver_sql("BEGIN IMMEDIATE")
-            else:
-                await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITER})
+    async def write(self, within_s: float | None = None) -> AsyncIterator[AsyncConnection]:
+        """A transaction that is committed at the end of the block. Raises SQLAlchemyError.
+
+        within_s : for a client, who waits: when the transaction cannot begin by then, raises Unavailable
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(within_s):
+                    connection = await self._begun(stack)
+            except TimeoutError:
+                busy = "the database of files and batches is locked by another program, or slow"
+                raise Unavailable(busy, code="store_unavailable", retry_after_s=CLIENT_WAITS_S) from None
             yield connection
             await connection.commit()
+
+    async def _begun(self, stack: contextlib.AsyncExitStack) -> AsyncConnection:
+        await stack.enter_async_context(self._turn)
+        connection = await stack.enter_async_context(self.engine.connect())
+        if self.is_sqlite:
+            await connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITER})
+        return connection
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
@@ -128,6 +144,7 @@ def _migrate(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(files("llmserve.jobs") / "migrations"))
     config.attributes["connection"] = connection
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # a start that makes tables says nothing of how
     try:
         command.upgrade(config, "head")
     except CommandError as error:

@@ -84,19 +84,20 @@ class FileRun:
         self._changed = asyncio.Event()
         self._trouble: OSError | None = None
         self._paused_until_s = 0.0
+        self._slots = 0
         self._parser = CallParser(BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30)))
-        self._feeder = Feeder()
+        self._feeder = Feeder(slots=lambda model: self._slots)
 
     def seconds_left(self) -> float | None:
         """None before the first answer."""
         if self.done == self.total or not self._feeder.has_rate:
             return None
         now_s = time.monotonic()
-        return self._feeder.forecast(JOB, now_s, float("inf")).ends_at_s - now_s
+        return self._feeder.forecast(JOB, now_s, lambda model: float("inf"), now_s).ends_at_s - now_s
 
     async def run(self, cluster: LiveCluster, *, slots: int, barrier: bool) -> None:
         """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
-        self._feeder.slots = slots
+        self._slots = slots
         tokens = [float(self._lines[number].tokens_max or UNKNOWN_TOKENS) for number in self._left]
         shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), np.zeros(len(tokens), np.uint64))
         self._feeder.add(JOB, float("inf"), arranged(shapes, barrier=barrier, slots=slots))

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from llmserve.errors import BadRequest
 from llmserve.jobs.contract import ACTIVE, FileRow
-from llmserve.jobs.database import Database
+from llmserve.jobs.database import CLIENT_WAITS_S, Database
 from llmserve.jobs.rows import Part, file_of, file_row, insert_file, is_alive, page, parts_of, remove_file
 from llmserve.jobs.servers import Servers
 from llmserve.jobs.tables import batches, files, parts, segments
@@ -26,28 +26,28 @@ class FileStore:
     """The operations on files. Methods raise RequestError, and SQLAlchemyError."""
 
     def __init__(self, database: Database, servers: Servers, limits: FileLimits) -> None:
-        self._database, self._servers, self._limits = database, servers, limits
+        self._database, self._servers, self.limits = database, servers, limits
 
     async def add_file(
         self, key: str, filename: str, part: Part, *, now_s: int, expires_at: int | None, purpose: str = "batch"
     ) -> FileRow:
         """Make a file of a complete upload. Raises BadRequest at a limit."""
-        async with self._database.write() as connection:
+        async with self._database.write(CLIENT_WAITS_S) as connection:
             if not await is_alive(connection, self._servers.generation):
                 raise BadRequest("the upload took too long: another server has taken over", code="upload_lost")
             await self._check_room(connection, key, part.bytes)
             return await insert_file(connection, key, filename, purpose, [part], now_s, expires_at)
 
     async def _check_room(self, connection: AsyncConnection, key: str, size: int) -> None:
-        if self._limits.files_max:
+        if self.limits.files_max:
             count = (await connection.execute(select(func.count()).where(files.c.key == key))).scalar_one()
-            if count >= self._limits.files_max:
+            if count >= self.limits.files_max:
                 raise BadRequest(f"this key has {count} files, the most allowed: delete some", code="files_max")
-        if self._limits.bytes_max:
-            used = (await connection.execute(select(func.coalesce(func.sum(files.c.bytes), 0)))).scalar_one()
-            if used + size > self._limits.bytes_max:
+        if self.limits.bytes_max:
+            used = await _bytes_of_all(connection)
+            if used + size > self.limits.bytes_max:
                 raise BadRequest(
-                    f"all files together have {used:,} of {self._limits.bytes_max:,} bytes: delete some",
+                    f"all files together have {used:,} of {self.limits.bytes_max:,} bytes: delete some",
                     code="files_bytes_max",
                 )
 
@@ -74,7 +74,7 @@ class FileStore:
 
     async def delete_file(self, key: str, file_id: str) -> list[str]:
         """Delete a file. Returns the names whose bytes nobody needs any more. Raises NotFound, BadRequest."""
-        async with self._database.write() as connection:
+        async with self._database.write(CLIENT_WAITS_S) as connection:
             await file_of(connection, key, file_id)
             using = select(batches.c.id).where(batches.c.input_file_id == file_id, batches.c.status.in_(ACTIVE))
             batch_id = (await connection.execute(using.limit(1))).scalar()
@@ -93,8 +93,17 @@ class FileStore:
             ids = list((await connection.execute(old)).scalars())
             return [name for file_id in ids for name in await remove_file(connection, file_id)]
 
+    async def bytes_stored(self) -> int:
+        """Of all files."""
+        async with self._database.read() as connection:
+            return await _bytes_of_all(connection)
+
     async def names(self) -> set[str]:
         """The names in the folder that are needed."""
         async with self._database.read() as connection:
             used = [await connection.execute(select(table.c.name)) for table in (parts, segments)]
             return {name for rows in used for name in rows.scalars()}
+
+
+async def _bytes_of_all(connection: AsyncConnection) -> int:
+    return int((await connection.execute(select(func.coalesce(func.sum(files.c.bytes), 0)))).scalar_one())

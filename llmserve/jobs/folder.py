@@ -7,14 +7,24 @@ to an upload, or to results that do not count yet: once its server is dead, it i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
-from collections.abc import Collection, Iterable
+import zlib
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from llmserve.errors import ConfigError
+from llmserve.errors import ConfigError, RequestError
 
 INDEX = ".index"
+
+
+class NoRoom(OSError):
+    """An upload has no room here. refusal : what its client is told"""
+
+    def __init__(self, refusal: RequestError) -> None:
+        super().__init__(errno.ENOSPC, refusal.message)
+        self.refusal = refusal
 
 
 class Folder:
@@ -43,9 +53,9 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def index(self, batch_id: str) -> Path:
-        """Where the index of a batch's lines is."""
-        return self.path / f"{batch_id}{INDEX}"
+    def index(self, name: str, endpoint: str) -> Path:
+        """Where the index of the lines of a file is. name : of the file in this folder"""
+        return self.path / f"{name}{endpoint.replace('/', '-')}{INDEX}"
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, as far as that is possible: a sweep removes the rest."""
@@ -53,19 +63,19 @@ class Folder:
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
 
-    def sweep(self, alive: Collection[int], needed: Collection[str], active: Collection[str]) -> int:
-        """Remove what dead servers have left. Returns the number of files.
+    def sweep(self, alive: Collection[int], needed: Collection[str]) -> int:
+        """Remove what dead servers have left, and indexes of files that are gone. Returns the number of files.
 
-        alive : generations.  needed : names that rows have, read after `alive`.  active : ids of batches
+        alive : generations.  needed : names that rows have, read after `alive`
         """
-        rubbish = [name for name in os.listdir(self.path) if _is_rubbish(name, alive, needed, active)]
+        rubbish = [name for name in os.listdir(self.path) if _is_rubbish(name, alive, needed)]
         self.remove(rubbish)
         return len(rubbish)
 
 
-def _is_rubbish(name: str, alive: Collection[int], needed: Collection[str], active: Collection[str]) -> bool:
-    if name.endswith(INDEX):
-        return name.removesuffix(INDEX) not in active
+def _is_rubbish(name: str, alive: Collection[int], needed: Collection[str]) -> bool:
+    if INDEX in name:
+        return name.partition(".jsonl")[0] + ".jsonl" not in needed
     generation, separator, _ = name.partition("-")
     return bool(separator) and generation.isdecimal() and int(generation) not in alive and name not in needed
 
@@ -73,21 +83,26 @@ def _is_rubbish(name: str, alive: Collection[int], needed: Collection[str], acti
 class Appended:
     """A file that grows. Methods may be called in a thread, one at a time. Raises OSError.
 
-    size : bytes written.  counted : bytes of which the database knows
+    size, crc : of the bytes written.  counted, counted_crc : of those of which the database knows
+    before_write : called with the bytes that are about to be written; may raise OSError
     """
 
     def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
         self.name = name
         self.size = self.counted = 0
+        self.crc = self.counted_crc = 0
+        self.before_write: Callable[[int], None] = lambda size: None
         self._folder = folder
         self._descriptor: int | None = descriptor
         self._named = False  # the folder's list of names has been written, too
 
     def write(self, data: bytes) -> None:
         assert self._descriptor is not None, "the file is closed"
+        self.before_write(len(data))
         view = memoryview(data)
         while view:
             written = os.write(self._descriptor, view)
+            self.crc = zlib.crc32(view[:written], self.crc)
             self.size += written
             view = view[written:]
 
@@ -105,7 +120,11 @@ class Appended:
         if self.size != self.counted:
             os.ftruncate(self._descriptor, self.counted)
             os.lseek(self._descriptor, self.counted, os.SEEK_SET)
-            self.size = self.counted
+            self.size, self.crc = self.counted, self.counted_crc
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

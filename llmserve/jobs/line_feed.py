@@ -1,11 +1,18 @@
-"""Runs the lines of jobs through the server's queue, a few hundred at a time."""
+"""Runs the lines of jobs through the server's queue, a few hundred at a time.
+
+What cannot run now waits alone: a refused line parks the lane of its key and model (feeding.py), and a file that cannot
+be read stops its own job. The feed of everybody waits for nothing but the recorder and an engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Literal, Protocol
@@ -13,17 +20,22 @@ from typing import Literal, Protocol
 from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.estimates import Forecaster, Work
 from llmserve.jobs.feeding import Feeder, Forecast, arranged
-from llmserve.jobs.job import Job, read_lines
-from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, read_line, refusal_row, row_id
+from llmserve.jobs.job import InputDamaged, Job, read_lines
+from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, line_of, refusal_row, row_id
 from llmserve.jobs.recorder import Recorder, Result
 from llmserve.jobs.rows import Kind
 
 log = logging.getLogger("llmserve")
 
-PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # after a line that no engine could take now
-RETRY_S = 1.0  # after an input file that could not be read
+LOOK_S = 0.25  # how often to look whether lines may start again
 AT_ONCE = 16  # lines that are submitted in one turn of the event loop: a few ms
-TRIES_MAX = 3  # of a line that fails on the engines
+LOST_MAX = 10  # engines that a line may lose: it may be what kills them
+SEATS, PARKED_SEATS = 16, 48  # jobs whose lines are in memory: that run, and that are parked
+UNSEATED_S = 30.0  # a parked job that gave its seat away waits so long for another
+
+BUSY = (429, 503)  # statuses of engines that may take the line later
+PASSING = (401, 429, 502, 503)  # refusals that have another cause than the line
+REASONS = {"insufficient_quota": "budget", "invalid_api_key": "key_missing"}  # by the code of a refusal
 
 Outcome = Literal["completed", "failed", "expired"]
 
@@ -49,9 +61,12 @@ class Door(Forecaster, Protocol):
         """Whether the server takes lines: it has an engine, and does not end."""
         ...
 
-    @property
-    def slots(self) -> int:
-        """Of the engines."""
+    def slots(self, model: str) -> int:
+        """Of the engines of a model."""
+        ...
+
+    def is_up(self, model: str) -> bool:
+        """Whether lines of a model can run now. True for a model that nobody knows: they are refused at once."""
         ...
 
     @property
@@ -79,25 +94,17 @@ class LineFeed:
 
     jobs        by id
     recorder    makes results safe
-    on_trouble  called with an error of the disk
     clock       unix time
     lines_ended lines with a safe result, by outcome
     """
 
-    def __init__(
-        self,
-        jobs: Mapping[str, Job],
-        recorder: Recorder,
-        door: Door,
-        on_trouble: Callable[[Exception], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._jobs, self._recorder, self._door = jobs, recorder, door
-        self._feeder = Feeder()
-        self._on_trouble, self._clock = on_trouble, clock
+    def __init__(self, jobs: Mapping[str, Job], recorder: Recorder, door: Door, clock: Callable[[], float]) -> None:
+        self._jobs, self._recorder, self._door, self._clock = jobs, recorder, door, clock
+        self._feeder = Feeder(slots=door.slots)
         self.lines_ended: dict[str, int] = dict.fromkeys(("completed", "failed", "expired"), 0)
         self._wake = asyncio.Event()
-        self._pause_s, self._paused_until = 0.0, -math.inf
+        self._seeking: dict[str, Job] = {}  # jobs that wait for a seat
+        self._parked: set[str] = set()  # jobs all of whose lanes are parked
 
     @property
     def is_open(self) -> bool:
@@ -106,7 +113,7 @@ class LineFeed:
 
     @property
     def lines_waiting(self) -> int:
-        return sum([len(job.waiting) for job in self._jobs.values()])
+        return sum([job.waiting_count for job in self._jobs.values()])
 
     @property
     def lines_in_flight(self) -> int:
@@ -116,73 +123,169 @@ class LineFeed:
     def tokens_waiting(self) -> float:
         return self._feeder.tokens_waiting
 
+    def _now_s(self) -> float:
+        """The clock of pauses, which nobody sets."""
+        return asyncio.get_running_loop().time()
+
+    # ---- jobs ----
+
+    async def seat(self, job: Job) -> None:
+        """Wait until the lines of a job may be in memory: those of a few jobs are at a time, the keys in turn."""
+        self._seeking[job.id] = job
+        self._wake.set()
+        try:
+            await job.seated.wait()
+        finally:
+            self._seeking.pop(job.id, None)
+
+    def _deal_seats(self) -> None:
+        """Give the free seats to the keys that have the fewest. A parked job keeps its own while there are others.
+
+        A key's only job, and the one whose window ends first, need no free seat.
+        """
+        seated = [job for job in self._jobs.values() if job.seated.is_set()]
+        self._parked = {job.id for job in seated if self._why_parked(job) is not None}
+        by_key = Counter([job.key for job in seated])
+        now_s = self._now_s()
+        seeking = [job for job in self._seeking.values() if not job.seated.is_set() and job.not_before <= now_s]
+        while seeking:
+            job = min(seeking, key=lambda job: (by_key[job.key], job.expires_at, job.id))
+            seeking.remove(job)
+            running = [other for other in seated if other.id not in self._parked]
+            is_first = all(job.expires_at < other.expires_at for other in running if other.key == job.key)
+            if len(running) >= SEATS and not is_first:
+                continue
+            if len(seated) >= SEATS + PARKED_SEATS:
+                idle = [job for job in seated if job.id in self._parked and not job.in_flight and not job.recording]
+                if idle:
+                    seated.remove(idle[0])
+                    by_key[idle[0].key] -= 1
+                    self._unseat(idle[0])
+                elif not is_first:
+                    continue
+            job.seated.set()
+            seated.append(job)
+            by_key[job.key] += 1
+
+    def _unseat(self, job: Job) -> None:
+        self._parked.discard(job.id)
+        self._feeder.remove(job.id)
+        job.not_before = self._now_s() + UNSEATED_S
+        job.unload()
+        job.changed.set()
+
     async def open(self, job: Job) -> None:
         """Let the lines of a job start. May be called again."""
         if not job.open:
+            assert job.loaded is not None, "lines of a job that is not loaded"
             job.open = True
-            barrier, slots = self._door.barrier, self._door.slots
-            lines = await asyncio.to_thread(lambda: arranged(job.shapes(), barrier=barrier, slots=slots))
-            if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
-                return
-            self._feeder.add(job.id, job.expires_at, lines, factor=job.factor)
+            shapes, models = job.loaded.shapes, job.loaded.models
+            if shapes is not None:
+                slots = max([self._door.slots(model) for model in models], default=0)
+                lines = await asyncio.to_thread(arranged, shapes, barrier=self._door.barrier, slots=slots)
+                if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
+                    return
+                self._feeder.add(job.id, job.expires_at, lines, factor=job.factor, key=job.key, models=models)
+                job.loaded.shapes = None
         self._wake.set()
 
     def stop(self, job: Job) -> None:
-        """Take back every line of a job that has no answer yet."""
+        """Take back every line of a job that has no answer yet. Its lines do not start again."""
         self._feeder.remove(job.id)
+        self._parked.discard(job.id)
         job.stop_lines()
         self._wake.set()
 
+    def paused(self, job: Job) -> str | None:
+        """Why no line of a job starts now; None: one may."""
+        if job.loaded is None and job.id in self._seeking:
+            return "queued"
+        return job.trouble or self._why_parked(job)
+
+    def _why_parked(self, job: Job) -> str | None:
+        now_s = self._now_s()
+        reasons = [lane.why_parked(now_s) for lane in self._feeder.lanes_of(job.id)]
+        return reasons[0] if reasons and None not in reasons else None
+
     def forecast(self, job: Job) -> Forecast | None:
-        """When a job ends; None: its lines cannot start now."""
-        if job.id not in self._feeder or job.loaded is None:
+        """When a job ends; None: nobody knows."""
+        if job.id in self._feeder:
+            most = partial(self._door.tokens_per_s, job.key)
+            return self._feeder.forecast(job.id, self._clock(), most, self._now_s())
+        if job.loaded is not None or job.work is None:
             return None
-        tokens_per_s = self._door.tokens_per_s(job.key, job.loaded.model)
-        return self._feeder.forecast(job.id, self._clock(), tokens_per_s)
+        return self.forecast_new(job.key, job.expires_at, job.work)
 
     def forecast_new(self, key: str, expires_at: float, work: Work) -> Forecast:
         """When a batch ends whose lines are not known yet."""
         tokens_per_s = self._door.tokens_per_s(key, work.model)
-        return self._feeder.forecast_new(expires_at, work.output_tokens, self._clock(), tokens_per_s)
+        return self._feeder.forecast_new(expires_at, work.model, work.output_tokens, self._clock(), tokens_per_s)
+
+    # ---- lines that start ----
 
     async def run(self) -> None:
         while True:
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_in_s()):
+                    await self._wake.wait()
             self._wake.clear()
-            left_s = self._paused_until - self._clock()
-            if left_s > 0 or not self._door.is_open or self._recorder.trouble is not None:
-                await asyncio.sleep(max(left_s, PAUSE_S))
+            self._deal_seats()
+            if not self._door.is_open or self._recorder.trouble is not None:
+                await asyncio.sleep(LOOK_S)
                 self._wake.set()
                 continue
+            for lane in self._feeder.lanes:
+                lane.closed = None if self._door.is_up(lane.model) else "no_engine"
             for job, lines in self._taken():
-                try:
-                    await self._start(job, lines)
-                except OSError as error:
-                    self._take_back(job, lines)
-                    self._on_trouble(error)
-                    await asyncio.sleep(RETRY_S)
-                    self._wake.set()
+                await self._begin(job, lines)
+
+    def _look_in_s(self) -> float | None:
+        """When to look again without being woken: lanes are closed and parked until something happens elsewhere."""
+        lanes = list(self._feeder.lanes)
+        if any(lane.closed for lane in lanes) or self._seeking:
+            return LOOK_S
+        now_s = self._now_s()
+        at_s = self._feeder.look_at_s(now_s)
+        return max(0.0, at_s - now_s) if at_s < math.inf else None
 
     def _taken(self) -> list[tuple[Job, list[_LineInFlight]]]:
         """The lines that start now, which are in flight from here on. Neighbours of one job are together."""
         taken: list[tuple[Job, list[_LineInFlight]]] = []
-        self._feeder.slots = self._door.slots
-        for job_id, handed in groupby(self._feeder.take(self._clock()), attrgetter("job")):
+        for job_id, handed in groupby(self._feeder.take(self._now_s()), attrgetter("job")):
             job = self._jobs[job_id]
             lines = [_LineInFlight(self, job, line.number, line.after_tokens) for line in handed]
             for line in lines:
                 job.in_flight[line.number] = line
-                job.waiting.discard(line.number)
+                job.waiting[line.number] = False
             taken.append((job, lines))
         return taken
 
+    async def _begin(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+        """Start lines of a job. Whatever fails, the others are not held up."""
+        try:
+            await self._start(job, lines)
+            job.trouble = None
+        except InputDamaged as error:
+            job.damage = str(error)
+            self._hold(job, lines, "input_damaged")
+        except Exception as error:
+            log.exception("lines of batch %s cannot start", job.id)
+            self._hold(job, lines, "disk_error" if isinstance(error, OSError) else "internal_error")
+
+    def _hold(self, job: Job, lines: Sequence[_LineInFlight], trouble: str) -> None:
+        """Take lines back, and let their job stand still until somebody has looked at it."""
+        self._take_back(job, lines)
+        self.stop(job)
+        job.trouble = trouble
+        job.changed.set()
+
     async def read(self, job: Job, numbers: Sequence[int]) -> list[Line]:
         assert job.loaded is not None, "lines of a job that is not loaded"
-        texts = await asyncio.to_thread(read_lines, job.loaded.path, job.loaded.index, numbers)
-        return [read_line(text) for text in texts]
+        texts = await asyncio.to_thread(read_lines, job.loaded, numbers)
+        return [line_of(text) for text in texts]
 
     async def _start(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
-        """Submit these lines, if nobody has taken them back. Raises OSError before the first."""
+        """Submit these lines, if nobody has taken them back. Raises OSError and InputDamaged before the first."""
         requests = await self.read(job, [line.number for line in lines])
         for place, (line, request) in enumerate(zip(lines, requests, strict=True), 1):
             line.request = request
@@ -215,16 +318,16 @@ class LineFeed:
 
     def _back(self, job: Job, number: int) -> None:
         """Let a line wait again."""
-        job.waiting.add(number)
+        job.waiting[number] = True
         self._feeder.back(job.id, number)
 
     def answered(self, job: Job, number: int, request: Line, status: int, request_id: str, body: bytes) -> None:
-        """An engine has answered a line."""
-        if status == 429 or status == 408 or status >= 500:
-            if self._again(job, number, counted=status != 429):
-                return
-        elif status < 400:
-            self._pause_s = 0.0
+        """An engine has answered a line. The line is in flight until it has its row, or waits again."""
+        if status in BUSY:
+            self._again(job, number, "engine_busy", None)
+            return
+        if status < 400 and (lane := self._feeder.lane_of(job.id, number)) is not None:
+            lane.clear()
         row = answer_row(row_id(job.id, number), request.custom_id, status, request_id, body)
         self.note(job, number, row, "failed" if status >= 400 else "completed", answer_tokens(body))
 
@@ -234,24 +337,30 @@ class LineFeed:
             if self._clock() < job.expires_at - 1.0:  # it cannot be in time any more
                 self.note_expired(job, number, request)
                 return
-            job.waiting.add(number)  # the batch expires
+            del job.in_flight[number]
+            job.waiting[number] = True  # the batch expires
             job.changed.set()
-            return
-        passing = error.status >= 500 or error.status == 429
-        if passing and self._again(job, number, counted=error.code == "engine_failed"):
-            return
-        self.note(job, number, refusal_row(row_id(job.id, number), request.custom_id, request_id, error), "failed")
+        elif self._is_final(job, number, error):
+            row = refusal_row(row_id(job.id, number), request.custom_id, request_id, error)
+            self.note(job, number, row, "failed")
+        else:
+            self._again(job, number, REASONS.get(error.code or "", error.code or "busy"), error.retry_after_s)
 
-    def _again(self, job: Job, number: int, *, counted: bool) -> bool:
-        """Let a line wait for another try, unless it has had enough. counted : the fault may be the line's own"""
-        job.tries[number] += counted
-        if job.tries[number] >= TRIES_MAX:
-            return False
+    def _is_final(self, job: Job, number: int, error: RequestError) -> bool:
+        """Whether another try would end likewise. A line that failed on its engines was tried several times there."""
+        if error.code == "engine_lost":
+            job.lost[number] += 1
+            return job.lost[number] >= LOST_MAX
+        return error.status not in PASSING or error.code == "engine_failed"
+
+    def _again(self, job: Job, number: int, reason: str, retry_after_s: float | None) -> None:
+        """Let a line wait for another try, and the others of its key and model with it."""
+        del job.in_flight[number]
+        lane = self._feeder.lane_of(job.id, number)
         self._back(job, number)
-        self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S, 1.5 * self._pause_s))
-        self._paused_until = self._clock() + self._pause_s
+        if lane is not None:
+            lane.park(reason, self._now_s(), retry_after_s or 0.0)
         self._wake.set()
-        return True
 
     def note_expired(self, job: Job, number: int, request: Line) -> None:
         """Give a line the result that it was not executed in time."""
@@ -260,11 +369,12 @@ class LineFeed:
 
     def note(self, job: Job, number: int, row: bytes, outcome: Outcome, tokens: float = 0.0) -> None:
         job.recording += 1
+        job.in_flight.pop(number, None)
 
         def on_safe() -> None:
             job.recording -= 1
             self.lines_ended[outcome] += 1
-            self._feeder.ended(job.id, number, self._clock(), tokens)
+            self._feeder.ended(job.id, number, self._now_s(), tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()
@@ -301,10 +411,12 @@ class _LineInFlight:
 
     def answered(self, status: int, request_id: str, body: bytes) -> None:
         if self.is_in_flight:
-            del self._job.in_flight[self.number]
-            self._feed.answered(self._job, self.number, self.request, status, request_id, body)
+            try:
+                self._feed.answered(self._job, self.number, self.request, status, request_id, body)
+            except Exception:
+                log.exception("the answer of line %d of batch %s has no row", self.number + 1, self._job.id)
+                self.refused(RequestError("the answer cannot be written", code="internal_error"), request_id)
 
     def refused(self, error: RequestError, request_id: str) -> None:
         if self.is_in_flight:
-            del self._job.in_flight[self.number]
             self._feed.refused(self._job, self.number, self.request, error, request_id)

@@ -170,7 +170,8 @@ class Recorder:
                 account.completed + completed,
                 account.failed + failed,
                 tuple(
-                    Segment(account.epoch, kind, file.name, file.size) for kind, file in sorted(account.files.items())
+                    Segment(account.epoch, kind, file.name, file.size, file.crc)
+                    for kind, file in sorted(account.files.items())
                 ),
             )
             for account, (completed, failed) in counts.items()
@@ -180,7 +181,7 @@ class Recorder:
         for account in counts:
             if account.batch_id in statuses:
                 for file in account.files.values():
-                    file.counted = file.size
+                    file.counted, file.counted_crc = file.size, file.crc
         return statuses
 
 

@@ -7,8 +7,9 @@ takes a batch from a dead owner raises its epoch, so that nothing which the old 
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -20,24 +21,28 @@ from llmserve.jobs.contract import CHANGES, BatchRow, FileRow, LineError, Status
 from llmserve.jobs.database import Database
 from llmserve.jobs.tables import batches, files, parts, servers
 
+log = logging.getLogger("llmserve")
+
 Kind = Literal["output", "error"]
 ERRORS_MAX = 100  # of a batch whose input is wrong
 
 
 class Part(NamedTuple):
-    """Bytes of a file: the first `bytes` of the file of this name in the folder of the store."""
+    """The first `bytes` of the file of this name in the folder of the store. crc : of these bytes, if known"""
 
     name: str
     bytes: int
+    crc: int | None = None
 
 
 class Segment(NamedTuple):
-    """Where one owner appends results of a batch. safe_bytes : that count"""
+    """Where one owner appends results of a batch. safe_bytes : that count.  crc : of them, if known"""
 
     epoch: int
     kind: Kind
     name: str
     safe_bytes: int
+    crc: int | None = None
 
 
 async def page(
@@ -71,8 +76,8 @@ async def file_of(connection: AsyncConnection, key: str, file_id: str, param: st
 
 
 async def parts_of(connection: AsyncConnection, file_id: str) -> list[Part]:
-    wanted = select(parts.c.name, parts.c.bytes).where(parts.c.file_id == file_id).order_by(parts.c.place)
-    return [Part(name, size) for name, size in await connection.execute(wanted)]
+    wanted = select(parts.c.name, parts.c.bytes, parts.c.crc).where(parts.c.file_id == file_id)
+    return [Part(*row) for row in await connection.execute(wanted.order_by(parts.c.place))]
 
 
 async def insert_file(
@@ -95,10 +100,7 @@ async def insert_file(
     }
     made = await connection.execute(insert(files).values(values).returning(files))
     row = file_row(made.one())
-    rows = [
-        {"file_id": row.id, "place": place, "name": piece.name, "bytes": piece.bytes}
-        for place, piece in enumerate(pieces)
-    ]
+    rows = [{"file_id": row.id, "place": place, **piece._asdict()} for place, piece in enumerate(pieces)]
     await connection.execute(insert(parts), rows)
     return row
 
@@ -123,13 +125,13 @@ async def change(
 ) -> bool:
     assert after in CHANGES[before], f"a batch goes from {before} to {after}"
     if isinstance(errors := values.get("errors"), list):
-        values["errors"] = _shown(errors)
+        values["errors"] = shown(errors)
     same = batches.c.id == batch_id, batches.c.status == before, batches.c.epoch == epoch
     changed = await connection.execute(update(batches).where(*same).values(status=after, **values))
     return changed.rowcount == 1
 
 
-def _shown(errors: Sequence[LineError]) -> str:
+def shown(errors: Sequence[LineError]) -> str:
     return msgspec.json.encode(errors[:ERRORS_MAX]).decode()
 
 
@@ -138,4 +140,16 @@ def file_row(row: Row[Any]) -> FileRow:
 
 
 def batch_row(row: Row[Any]) -> BatchRow:
+    """Raises msgspec.ValidationError for a row that makes no sense: SQLite keeps any value in any column."""
     return msgspec.convert(row._mapping, BatchRow)
+
+
+def sound_rows(rows: Iterable[Row[Any]]) -> list[BatchRow]:
+    """The batches of these rows, but for those that make no sense: one damaged row must not hide all others."""
+    sound = []
+    for row in rows:
+        try:
+            sound.append(batch_row(row))
+        except msgspec.ValidationError as error:
+            log.error("the row of batch %s is damaged: %s", row.id, error)
+    return sound

@@ -10,29 +10,35 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
+import msgspec
+import numpy as np
 from sqlalchemy.exc import SQLAlchemyError
 
-from llmserve.jobs import job as jobs_of
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, LineError, Status
 from llmserve.jobs.estimates import Estimates
 from llmserve.jobs.feeding import Forecast
 from llmserve.jobs.folder import Folder
-from llmserve.jobs.job import Job
+from llmserve.jobs.job import InputDamaged, Job, Loaded, copy_salvaged, load
 from llmserve.jobs.line_feed import Door, LineFeed
 from llmserve.jobs.ownership import Ownership
 from llmserve.jobs.recorder import Recorder, trouble_of
-from llmserve.jobs.work_store import WorkStore
+from llmserve.jobs.rows import Segment
+from llmserve.jobs.validation import INPUT_DAMAGED
+from llmserve.jobs.work_store import CLAIMS_MAX, Kept, Owned, WorkStore
 from llmserve.lasting import lasting
 
 log = logging.getLogger("llmserve")
 
 WATCH_S = 1.0
-AGAIN_S = 5.0  # after a failure that nobody has foreseen
+AGAIN_S, AGAIN_S_MAX = 5.0, 60.0  # after files that cannot be read, and failures that nobody has foreseen
 EXPIRED_AT_ONCE = 1000
+LOADS_MAX = 2  # jobs that are read at a time
+GONE = LineError("missing_input_file", "The input file is gone.")
 
 T = TypeVar("T")
 
@@ -64,7 +70,8 @@ class Runner:
         self._loops: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
         self.estimates = Estimates(folder, door)
-        self.feed = LineFeed(self.jobs, self.recorder, door, self._report, clock)
+        self.feed = LineFeed(self.jobs, self.recorder, door, clock)
+        self._loading = asyncio.Semaphore(LOADS_MAX)
 
     # ---- for the server ----
 
@@ -97,9 +104,11 @@ class Runner:
 
     def paused(self, batch_id: str) -> str | None:
         """Why the lines of a batch do not start now; None: they may."""
-        if batch_id not in self.jobs:
+        job = self.jobs.get(batch_id)
+        if job is None:
             return None
-        return self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
+        everybody = self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
+        return everybody or self.feed.paused(job)
 
     def forecast(self, row: BatchRow) -> Forecast | None:
         """When a batch ends, unix time; None: nobody knows here."""
@@ -129,23 +138,27 @@ class Runner:
             log.warning("batch jobs: the store has taken this server for dead; it begins again")
             await self._drop_all()
             self._folder.generation = await self._ownership.begin()
-        for row in await self._store.owned():
-            known = self.jobs.get(row.id)
-            if known is not None and known.epoch == row.epoch:
-                if row.status == "cancelling":
-                    known.changed.set()
-            else:
-                await self._claim(row)
-        for row in await self._store.claimable():
-            await self._claim(row)
+        unknown = []
+        for seen in await self._store.owned():
+            known = self.jobs.get(seen.id)
+            if known is None or known.epoch != seen.epoch:
+                unknown.append(seen)
+            elif seen.status == "cancelling":
+                known.changed.set()
+        for begin in range(0, len(unknown), CLAIMS_MAX):
+            await self._claim(unknown[begin : begin + CLAIMS_MAX])
+        while found := await self._store.claimable():
+            await self._claim(found)
+            if len(found) < CLAIMS_MAX:
+                break
 
-    async def _claim(self, row: BatchRow) -> None:
-        if row.id in self._tasks:  # of an older epoch
-            await self._drop(row.id)
-        mine = await self._store.claim(row.id, row.epoch)
-        if mine is not None:
-            job = self.jobs[mine.id] = Job(mine)
-            self._tasks[mine.id] = asyncio.create_task(self._work(job))
+    async def _claim(self, seen: Sequence[Owned]) -> None:
+        for one in seen:
+            if one.id in self._tasks:  # of an older epoch
+                await self._drop(one.id)
+        for row in await self._store.claim(seen, int(self._clock())):
+            job = self.jobs[row.id] = Job(row)
+            self._tasks[row.id] = lasting(f"the work on batch {row.id}", partial(self._work, job))
 
     async def _drop_all(self) -> None:
         for batch_id in list(self.jobs):
@@ -178,6 +191,7 @@ class Runner:
             "finalizing": self._finalize,
             "cancelling": self._cancel,
         }
+        pause_s = WATCH_S
         while True:
             job.changed.clear()
             try:
@@ -185,43 +199,66 @@ class Runner:
                 if row is None:
                     break
                 await steps[row.status](job, row)
-                self.trouble = None
-            except (SQLAlchemyError, OSError) as error:
+                self.trouble, pause_s = None, WATCH_S
+                continue
+            except SQLAlchemyError as error:
                 self._report(error)
                 await asyncio.sleep(WATCH_S)
+                continue
+            except OSError as error:  # of the files of this batch
+                log.error("batch %s stands still: %s", job.id, error)
+                job.trouble = trouble_of(error)
+            except msgspec.ValidationError as error:
+                log.error("batch %s fails: its row is damaged: %s", job.id, error)
+                job.trouble = "row_damaged"
+                with contextlib.suppress(SQLAlchemyError):  # the next look tries again
+                    await self._store.give_up(job.id, job.epoch, int(self._clock()))
             except Exception:
-                log.exception("batch %s: the server failed on it; it is tried again", job.id)
-                await asyncio.sleep(AGAIN_S)
+                log.exception("batch %s stands still: the server failed on it", job.id)
+                job.trouble = "internal_error"
+            await _unless(job.changed, asyncio.sleep(pause_s))
+            pause_s = min(2 * pause_s, AGAIN_S_MAX)
         self._tasks.pop(job.id, None)
         self._forget(job.id)
 
     async def _validate(self, job: Job, row: BatchRow) -> None:
         part = await self._store.input(row)
         if part is None:
-            missing = LineError("missing_input_file", "The input file is gone.")
-            await self._fail(row, [missing])
+            await self._fail(row, [GONE])
             return
         if self._clock() >= row.expires_at:
             await self._finish(row, "expired")
             return
-        report = await _unless(job.changed, self._checking.check(row, part[0]))
-        if report is None:  # cancelled meanwhile
+        checked = await _unless(job.changed, self._checking.checked(row, part[0]))
+        if checked is None:  # cancelled meanwhile
             return
+        report, _ = checked
         errors = report.errors or await self._checking.too_much(self._store, row, report)
         if errors:
             await self._fail(row, errors)
             return
+        job.trouble = None
         now_s = int(self._clock())
         values = {"in_progress_at": now_s, "total": report.lines, "tokens": report.tokens}
         await self._store.change(row.id, "validating", row.epoch, "in_progress", **values)
 
-    async def _fail(self, row: BatchRow, errors: list[LineError]) -> None:
-        now_s = int(self._clock())
-        await self._store.change(row.id, row.status, row.epoch, "failed", failed_at=now_s, errors=errors)
+    async def _fail(self, row: BatchRow, errors: Sequence[LineError], kept: Kept | None = None) -> None:
+        """End a batch that cannot run, or cannot go on. The results that it has are in its files."""
+        log.error("batch %s fails: %s", row.id, errors[0].message)
+        await self._finish(row, "failed", errors, kept)
 
     async def _progress(self, job: Job, row: BatchRow) -> None:
+        if job.damage is not None:
+            self.feed.stop(job)
+            await self.recorder.flush()
+            await self._fail(row, [LineError("input_damaged", f"{INPUT_DAMAGED} ({job.damage})")])
+            return
+        if job.trouble is not None:
+            await self._begin_again(job)
         if job.loaded is None:
-            await self._load(job, row)
+            await _unless(job.changed, self.feed.seat(job))
+            if not job.seated.is_set() or not await self._load(job, row):
+                return  # the batch has changed, or has failed
         await self.feed.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
@@ -231,27 +268,72 @@ class Runner:
             await self._finish(row, "expired")
         elif job.is_done:
             await self._store.change(row.id, "in_progress", row.epoch, "finalizing", finalizing_at=int(self._clock()))
-        elif self._clock() >= row.expires_at:
+        elif job.loaded is not None and self._clock() >= row.expires_at:
             await self._expire(job, row)
 
-    async def _load(self, job: Job, row: BatchRow) -> None:
-        parts = await self._store.input(row)
-        assert parts, "an active batch keeps its input file"
-        index = self._folder.index(row.id)
-        if not index.exists():
-            await self._checking.check(row, parts[0])
-        job.work = await self.estimates.of(row, parts[0])
-        segments = await self._store.segments(row.id)
-        job.start(await asyncio.to_thread(jobs_of.load, self._folder.path, index, parts[0], segments))
+    async def _begin_again(self, job: Job) -> None:
+        """Forget the lines of a job whose files could not be read, and read them again after a while."""
+        self.feed.stop(job)
+        await self.recorder.flush()
+        if job.loaded is not None:
+            job.unload()
+            await _unless(job.changed, asyncio.sleep(AGAIN_S))
+
+    async def _load(self, job: Job, row: BatchRow) -> bool:
+        """Read what the lines need. False: the batch has failed, for the disk has damaged what it needs."""
+        async with self._loading:
+            parts = await self._store.input(row)
+            if parts is None:
+                await self._fail(row, [GONE])
+                return False
+            report, index = await self._checking.checked(row, parts[0])
+            if report.errors:
+                await self._fail(row, report.errors)
+                return False
+            job.work = await self.estimates.of(row, parts[0])
+            segments = await self._store.segments(row.id)
+            loaded = await asyncio.to_thread(load, self._folder.path, parts[0], report, index, row.id, segments)
+            if loaded.damaged:
+                await self._fail_damaged(row, loaded, segments)
+                return False
+            job.start(loaded)
+            job.trouble = None
+            return True
+
+    async def _fail_damaged(self, row: BatchRow, loaded: Loaded, segments: Sequence[Segment]) -> None:
+        """End a batch some of whose results are damaged. Those that can be read are in its files."""
+        damaged = {salvaged.segment for salvaged in loaded.damaged}
+        kept = [segment for segment in segments if segment not in damaged]
+        counts = {"output": loaded.completed, "error": loaded.failed}
+        for salvaged in loaded.damaged:
+            if salvaged.rows:
+                file = self._folder.create()
+                await asyncio.to_thread(copy_salvaged, self._folder.path, salvaged, file)
+                segment = salvaged.segment
+                kept.append(Segment(segment.epoch, segment.kind, file.name, file.size, file.crc))
+                counts[segment.kind] += len(salvaged.rows)
+        readable, written = sum(counts.values()), row.completed + row.failed
+        text = (
+            f"The disk has lost or changed results of this batch: of {written:,}, {readable:,} can be read, and are in "
+            "its files; those that were changed and can still be read may be wrong."
+        )
+        errors = [LineError("results_damaged", text)]
+        await self._fail(row, errors, Kept(kept, counts["output"], counts["error"]))
 
     async def _expire(self, job: Job, row: BatchRow) -> None:
         """Write a row for each line without a result, then end the batch."""
         self.feed.stop(job)
         await self.recorder.flush()
-        while job.waiting and not job.account.lost:
-            numbers = sorted(job.waiting)[:EXPIRED_AT_ONCE]
-            for number, line in zip(numbers, await self.feed.read(job, numbers), strict=True):
-                job.waiting.discard(number)
+        while job.waiting.any() and not job.account.lost:
+            numbers = np.flatnonzero(job.waiting)[:EXPIRED_AT_ONCE].tolist()
+            try:
+                lines = await self.feed.read(job, numbers)
+            except InputDamaged as error:
+                job.damage = str(error)
+                await self._progress(job, row)
+                return
+            for number, line in zip(numbers, lines, strict=True):
+                job.waiting[number] = False
                 self.feed.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
@@ -264,10 +346,11 @@ class Runner:
         await self.recorder.flush()
         await self._finish(row, "cancelled")
 
-    async def _finish(self, row: BatchRow, after: Status) -> None:
+    async def _finish(
+        self, row: BatchRow, after: Status, errors: Sequence[LineError] = (), kept: Kept | None = None
+    ) -> None:
         now_s = int(self._clock())
-        if await self._store.finish(row, row.status, after, now_s=now_s, keep_s=self._keep_s):
-            self._folder.remove([self._folder.index(row.id).name])
+        await self._store.finish(row, row.status, after, now_s=now_s, keep_s=self._keep_s, kept=kept, errors=errors)
 
     def _noted(self, batch_id: str, epoch: int, status: Status | None) -> None:
         """The recorder has seen the status of a batch."""

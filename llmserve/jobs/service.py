@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from llmserve.errors import Unavailable
 from llmserve.jobs import database
-from llmserve.jobs.batch_store import BatchStore
+from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, FileRow, NewBatch, window_s
 from llmserve.jobs.estimates import Work
@@ -28,6 +28,7 @@ from llmserve.jobs.ownership import Ownership
 from llmserve.jobs.rows import Part
 from llmserve.jobs.runner import Runner
 from llmserve.jobs.servers import Servers
+from llmserve.jobs.upload_room import Uploads
 from llmserve.jobs.work_store import WorkStore
 from llmserve.lasting import lasting
 
@@ -53,16 +54,17 @@ class JobService:
     ) -> None:
         self.files, self.batches, self.folder, self.runner = files, batches, folder, runner
         self._work = work
+        self._uploads = Uploads(folder, files.limits)
         self._keep_s = days * DAY_S
         self._clock = clock
         self._tidying: asyncio.Task[None] | None = None
 
     # ---- files ----
 
-    def new_file(self) -> Appended:
-        """An empty file for an upload. Raises Unavailable."""
+    def new_file(self, key: str) -> Appended:
+        """An empty file for an upload of a key. Raises Unavailable, RateLimited."""
         try:
-            return self.folder.create()
+            return self._uploads.new_file(key)
         except OSError as error:
             raise Unavailable(f"the file cannot be stored: {error.strerror}", code="disk", retry_after_s=5.0) from error
 
@@ -74,8 +76,10 @@ class JobService:
             raise Unavailable(f"the file cannot be stored: {error.strerror}", code="disk", retry_after_s=5.0) from error
         now_s = int(self._clock())
         expires_at = now_s + min(expires_s or self._keep_s, self._keep_s)
-        part = Part(file.name, file.size)
-        return await self.files.add_file(key, filename, part, now_s=now_s, expires_at=expires_at)
+        part = Part(file.name, file.size, file.crc)
+        row = await self.files.add_file(key, filename, part, now_s=now_s, expires_at=expires_at)
+        self._uploads.stored_bytes += file.size
+        return row
 
     async def delete_file(self, key: str, file_id: str) -> None:
         self.folder.remove(await self.files.delete_file(key, file_id))
@@ -102,10 +106,14 @@ class JobService:
         return row
 
     async def _estimate(self, row: BatchRow) -> None:
-        """Learn what a new batch will take, as far as that is possible."""
-        with contextlib.suppress(SQLAlchemyError, OSError):
+        """Learn what a new batch will take, as far as that is possible: the batch is there whatever comes of it."""
+        try:
             if row.status == "validating" and (parts := await self._work.input(row)):
                 await self.runner.estimates.of(row, parts[0])
+        except (SQLAlchemyError, OSError) as error:
+            log.warning("what batch %s will take is not known: %s", row.id, error)
+        except Exception:
+            log.exception("what batch %s will take is not known", row.id)
 
     async def cancel(self, key: str, batch_id: str) -> BatchRow:
         row = await self.batches.cancel(key, batch_id, int(self._clock()))
@@ -114,7 +122,12 @@ class JobService:
 
     def shown(self, row: BatchRow) -> dict[str, Any]:
         """The batch as clients see it, with what llmserve adds."""
-        forecast, work = self.runner.forecast(row), self.runner.estimates.known(row.id)
+        try:
+            forecast = self.runner.forecast(row)
+        except Exception:  # a batch is shown whatever comes of its forecast
+            log.exception("when batch %s will end is not known", row.id)
+            forecast = None
+        work = self.runner.estimates.known(row.id)
         added: dict[str, Any] = {"expected_end_at": None, "warning": None, "paused": self.runner.paused(row.id)}
         added["forecast"] = None if work is None else _rounded(work)
         if forecast is not None and math.isfinite(forecast.ends_at_s):
@@ -151,9 +164,9 @@ class JobService:
         await self.batches.delete_batches(now_s - self._keep_s)
         await asyncio.to_thread(self.folder.remove, names)
         alive = await self._work.alive()
-        active = await self._work.active()
         needed = await self.files.names()
-        await asyncio.to_thread(self.folder.sweep, alive, needed, active)
+        await asyncio.to_thread(self.folder.sweep, alive, needed)
+        self._uploads.stored_bytes = await self.files.bytes_stored()
 
 
 def _rounded(work: Work) -> dict[str, Any]:
@@ -173,6 +186,7 @@ async def opened(
     *,
     days: int,
     limits: FileLimits,
+    batch_limits: BatchLimits,
     tokens_queued_max: int,
     line_bytes_max: int,
     prompt_chars_max: int,
@@ -194,6 +208,7 @@ async def opened(
             tokens_queued_max=tokens_queued_max,
         )
         runner = Runner(work, folder, ownership, checking, door, keep_s=days * DAY_S)
-        yield JobService(FileStore(base, servers, limits), BatchStore(base), work, folder, runner, days=days)
+        files = FileStore(base, servers, limits)
+        yield JobService(files, BatchStore(base, batch_limits), work, folder, runner, days=days)
     finally:
         await base.close()

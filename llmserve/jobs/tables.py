@@ -43,6 +43,7 @@ parts = Table(
     Column("place", Integer, primary_key=True),
     Column("name", Text, nullable=False, index=True),
     Column("bytes", Big, nullable=False),
+    Column("crc", Big),  # of these bytes; NULL: of an earlier version
 )
 batches = Table(
     "batches",
@@ -87,4 +88,5 @@ segments = Table(
     Column("kind", Text, primary_key=True),  # output or error
     Column("name", Text, nullable=False, index=True),
     Column("safe_bytes", Big, nullable=False),
+    Column("crc", Big),  # of these bytes; NULL: of an earlier version
 )

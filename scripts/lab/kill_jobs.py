@@ -301,7 +301,7 @@ class World:
             await database.close()
         mark = f'{{"id":"batch_req_{batch_id.removeprefix("batch_")}_'.encode()
         texts = [(self.home / "state" / "jobs" / name).read_bytes()[:size] for name, size in found]
-        return {number_of(row) for text in texts for row in text.splitlines() if row.startswith(mark)}
+        return {number_of(row, batch_id) for text in texts for row in text.splitlines() if row.startswith(mark)}
 
 
 @contextlib.contextmanager

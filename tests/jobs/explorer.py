@@ -28,16 +28,18 @@ from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from llmserve.errors import EngineFailed, RequestError, Unavailable
-from llmserve.jobs.batch_store import BatchStore
+from llmserve.jobs import line_index
+from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.contract import ACTIVE, CHANGES, BatchRow, NewBatch
 from llmserve.jobs.estimates import Work
 from llmserve.jobs.file_store import FileLimits, FileStore
 from llmserve.jobs.folder import Appended, Folder
+from llmserve.jobs.line_index import Report, Rules
 from llmserve.jobs.rows import Part
 from llmserve.jobs.runner import Runner
 from llmserve.jobs.servers import Servers
 from llmserve.jobs.tables import metadata
-from llmserve.jobs.validation import Report, Task, validate
+from llmserve.jobs.validation import Task, validate
 from llmserve.jobs.work_store import WorkStore
 
 KEY, URL = "red", "/v1/completions"
@@ -120,7 +122,7 @@ class DiskDatabase:
         self._disk, self._server = disk, server
 
     @contextlib.asynccontextmanager
-    async def write(self) -> AsyncIterator[LiveConnection]:
+    async def write(self, within_s: float | None = None) -> AsyncIterator[LiveConnection]:
         await self._server.breathe()
         async with self._disk.turn:
             with self._disk.engine.connect() as connection:
@@ -158,7 +160,7 @@ class Server:
         base: Any = DiskDatabase(world.disk, self)
         self.servers = Servers(base)
         self.files = FileStore(base, self.servers, FileLimits())
-        self.batches = BatchStore(base)
+        self.batches = BatchStore(base, BatchLimits())
         self.work = WorkStore(base, self.servers)
         self.folder = Folder(world.home / "files")
         parts: Any = _Ownership(world, self), _Checking(world, self), Door(world, self)
@@ -203,21 +205,17 @@ class _Checking:
     def __init__(self, world: World, server: Server) -> None:
         self._world, self._server = world, server
 
-    async def check(self, batch: BatchRow, part: Part) -> Report:
+    async def checked(self, batch: BatchRow, part: Part) -> tuple[Report, line_index.Index]:
         await self._server.breathe()
         self._world.folder_may_fail()
         folder = self._server.folder
-        return validate(
-            Task(
-                path=str(folder.path / part.name),
-                size=part.bytes,
-                endpoint=batch.endpoint,
-                index=str(folder.index(batch.id)),
-                line_bytes_max=1000,
-                prompt_chars_max=1000,
-                lines_max=100,
-            )
-        )
+        index = folder.index(part.name, batch.endpoint)
+        limits = {"line_bytes_max": 1000, "prompt_chars_max": 1000, "lines_max": 100}
+        rules = Rules(endpoint=batch.endpoint, size=part.bytes, crc=part.crc, **limits)
+        if (found := line_index.read(index, rules)) is not None:
+            return found
+        report = validate(Task(path=str(folder.path / part.name), index=str(index), rules=rules))
+        return line_index.read(index, rules) or (report, line_index.EMPTY)
 
     async def too_much(self, *of: object) -> list[Any]:
         return []
@@ -226,10 +224,16 @@ class _Checking:
 class Door:
     """Stands for the queue and the engines: answers late, or fails."""
 
-    is_open, slots, barrier = True, 0, False
+    is_open, barrier = True, False
 
     def __init__(self, world: World, server: Server) -> None:
         self._world, self._server = world, server
+
+    def slots(self, model: str) -> int:
+        return 0
+
+    def is_up(self, model: str) -> bool:
+        return True
 
     def tokens_per_s(self, key: str, model: str) -> float:
         return 1.0
@@ -358,7 +362,7 @@ class World:
         file.sync()
         self.inputs.append("")
         made = await server.files.add_file(
-            KEY, name, Part(file.name, file.size), now_s=int(self.clock()), expires_at=None
+            KEY, name, Part(file.name, file.size, file.crc), now_s=int(self.clock()), expires_at=None
         )
         file.close()
         self.inputs[-1] = made.id
@@ -385,9 +389,8 @@ class World:
     async def _tidy(self) -> None:
         server = self._alive()
         alive = await server.work.alive()
-        active = await server.work.active()
         needed = await server.files.names()
-        server.folder.sweep(alive, needed, active)
+        server.folder.sweep(alive, needed)
 
     # ---- the laws ----
 
@@ -457,9 +460,9 @@ async def _explore(home: Path, seed: int) -> World:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
 
-    async def in_this_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def in_this_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         await world.disk.pause()
-        result = function(*arguments)
+        result = function(*arguments, **named)
         await world.disk.pause()
         return result
 

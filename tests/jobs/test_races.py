@@ -11,16 +11,20 @@ import pytest
 
 from llmserve.errors import BadRequest, NotFound
 from llmserve.jobs import database
-from llmserve.jobs.batch_store import BatchStore
+from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.contract import BatchRow, NewBatch
 from llmserve.jobs.database import Database
 from llmserve.jobs.file_store import FileLimits, FileStore
 from llmserve.jobs.ownership import Ownership
 from llmserve.jobs.rows import Part, Segment
 from llmserve.jobs.servers import Servers
-from llmserve.jobs.work_store import Progress, WorkStore
+from llmserve.jobs.work_store import Owned, Progress, WorkStore
 
 KEY, NOW = "red", 1000
+
+
+def owned(row: BatchRow) -> Owned:
+    return Owned(row.id, row.epoch, row.status)
 
 
 class Member:
@@ -30,7 +34,7 @@ class Member:
         self.base = base
         self.servers = Servers(base)
         self.files = FileStore(base, self.servers, FileLimits())
-        self.batches = BatchStore(base)
+        self.batches = BatchStore(base, BatchLimits())
         self.work = WorkStore(base, self.servers)
         self.ownership = Ownership(base, self.servers)
 
@@ -51,8 +55,7 @@ class Member:
     async def claimed(self, status: str = "in_progress") -> BatchRow:
         """A batch that this server owns."""
         made = await self.create()
-        row = await self.work.claim(made.id, made.epoch)
-        assert row is not None
+        (row,) = await self.work.claim([owned(made)], NOW)
         for before, after in (("validating", "in_progress"), ("in_progress", "finalizing")):
             if row.status != status and row.status == before:
                 assert await self.work.change(row.id, before, row.epoch, after)  # type: ignore[arg-type]
@@ -168,15 +171,15 @@ async def test_an_output_file_is_made_of_the_safe_bytes_only_once(member: Member
 
 async def test_of_many_claims_with_one_epoch_one_succeeds(member: Member) -> None:
     made = await member.create()
-    claims = await asyncio.gather(*(member.work.claim(made.id, made.epoch) for _ in range(10)))
-    assert len([row for row in claims if row is not None]) == 1
+    claims = await asyncio.gather(*(member.work.claim([owned(made)], NOW) for _ in range(10)))
+    assert len([row for rows in claims for row in rows]) == 1
 
 
 async def test_two_servers_that_claim_one_batch_let_one_win(two: tuple[Member, Member]) -> None:
     for _ in range(10):
         made = await two[0].create()
-        claims = await asyncio.gather(*(member.work.claim(made.id, made.epoch) for member in two))
-        (won,) = [row for row in claims if row is not None]
+        claims = await asyncio.gather(*(member.work.claim([owned(made)], NOW) for member in two))
+        (won,) = [row for rows in claims for row in rows]
         assert won.owner == (await two[0].now(made)).owner
         assert not [row for row in await two[0].work.claimable() if row.id == made.id]
 
@@ -197,12 +200,11 @@ async def test_the_batch_of_a_dead_server_goes_to_another_and_the_dead_one_chang
     assert not await first.servers.is_alive()
     assert await first.work.record([Progress(row.id, row.epoch, 1, 0, ())]) == {}, "before another server has it"
     (free,) = await second.work.claimable()
-    mine = await second.work.claim(free.id, free.epoch)
-    assert mine is not None
+    (mine,) = await second.work.claim([free], NOW)
     assert mine.epoch == row.epoch + 1
     assert await first.work.own(row.id, row.epoch) is None
     assert not await first.work.change(row.id, "in_progress", row.epoch, "finalizing")
-    assert await first.work.claim(mine.id, mine.epoch) is None, "a dead server claims nothing"
+    assert await first.work.claim([owned(mine)], NOW) == [], "a dead server claims nothing"
     with pytest.raises(BadRequest, match="another server"):
         await first.upload()
     assert await second.work.record([Progress(row.id, mine.epoch, 1, 0, ())]) == {row.id: "in_progress"}
@@ -233,5 +235,5 @@ async def test_the_next_server_of_a_folder_takes_over_at_once(tmp_path: Path) ->
     second = Member(base)
     await second.ownership.begin()
     (free,) = await second.work.claimable()
-    assert (free.id, free.owner) == (row.id, row.owner)
+    assert (free.id, free.epoch) == (row.id, row.epoch)
     await base.close()
