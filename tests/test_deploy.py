@@ -81,6 +81,31 @@ def test_the_files_that_the_image_copies_exist_and_are_not_ignored():
     assert all((ROOT / source).exists() for source in copied)
 
 
+def test_images_may_be_named_by_their_digests():
+    """A digest cannot be looked up without a registry, so the tags are defaults that a build argument replaces."""
+    assert instructions("FROM") == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
+    (default,) = instructions("ARG")
+    services = compose()["services"]
+    assert services["llmserve"]["build"]["args"] == {"PYTHON_IMAGE": f"${{{default.replace('=', ':-')}}}"}
+    assert services["vllm"]["image"].startswith("${VLLM_IMAGE:-")
+
+
+def test_the_image_installs_only_packages_whose_hashes_it_compares():
+    commands = [part for line in instructions("RUN") for part in line.split(" && ") if "pip install" in part]
+    assert ["--no-deps" in command for command in commands] == [True, True]
+    assert "--require-hashes --no-deps -r requirements/server.lock" in commands[0]
+
+
+def test_the_command_for_the_file_of_keys_makes_a_private_file(tmp_path: Path):
+    (command,) = re.findall(r"^#   (\(umask .*deploy/keys\))$", (DEPLOY / "compose.yaml").read_text(), re.MULTILINE)
+    (tmp_path / "deploy").mkdir()
+    subprocess.run(
+        ["sh", "-c", command.replace("openssl rand -hex 24", "echo k")], cwd=tmp_path, check=True, timeout=10
+    )
+    assert (tmp_path / "deploy" / "keys").read_text() == "me: k\n"
+    assert (tmp_path / "deploy" / "keys").stat().st_mode & 0o777 == 0o600
+
+
 def test_the_image_runs_as_an_unprivileged_user_and_is_stopped_with_a_signal_that_drains():
     assert instructions("USER") == ["10001:10001"]
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
@@ -166,6 +191,7 @@ def test_the_charts_flags_are_flags_of_the_server():
     words: list[str] = container["args"]
     words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
     words[words.index("--metrics-port") + 1] = str(values["metricsPort"])
+    words[words.index("--buffers-bytes-max") + 1] = str(values["buffersBytesMax"])
     assert words.pop() == "x", "one of .Values.args"
     configured = parsed([*image_words(), *words])
     assert configured.server.drain_s == values["drainSeconds"]
@@ -175,6 +201,14 @@ def test_the_charts_flags_are_flags_of_the_server():
     assert configured.server.state in mounts
     variables = {entry["name"].removeprefix("LLMSERVE_").lower() for entry in container["env"]}
     assert variables <= set(EngineConfig.__struct_fields__)
+
+
+def test_the_charts_memory_holds_what_the_server_may_buffer():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    limit = values["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    limit_bytes = int(limit.removesuffix("Gi")) << 30
+    assert 3 * values["buffersBytesMax"] + (200 << 20) <= limit_bytes
 
 
 def test_the_charts_pod_is_probed_at_existing_paths_and_drains():

@@ -64,7 +64,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     python = environment / "bin" / "python"
     pip(python, "wheel", "--no-deps", "--wheel-dir", str(folder / "dist"), str(folder))
     (wheel,) = (folder / "dist").iterdir()
-    pip(python, "install", "-c", str(ROOT / "requirements" / "test.lock"), str(wheel))
+    pip(python, "install", "--require-hashes", "--no-deps", "-r", str(ROOT / "requirements" / "server.lock"))
+    pip(python, "install", "--no-deps", str(wheel))
     return Installed(wheel, tmp_path_factory.mktemp("elsewhere"), environment / "bin")
 
 
