@@ -67,14 +67,6 @@ def test_a_traces_lengths_get_the_nearest_prompts_and_all_equally_near_prompts_a
     assert set(chosen[3:]) == {1, 3}
 
 
-def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path):
-    file = tmp_path / "trace.csv"
-    file.write_text("arrival_s,input_tokens,output_tokens\n2.5,1,30\n0.5,1,10\n")
-    arrivals_s, tokens = loads.read_trace(file)
-    assert list(arrivals_s) == [0.5, 2.5]
-    assert list(tokens) == [10, 30]
-
-
 def test_the_fit_recovers_the_service_time():
     tokens = [2, 20, 100, 400]
     fitted = loads.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))

@@ -24,7 +24,7 @@ without a priority are first come, first served.
     poisson-X     Poisson arrivals at X times the capacity, which is the requests per second of a burst of the same
                   requests, sent directly to vLLM at the beginning of the round (the best of three bursts); the number
                   of arrivals and their total time are the same for every seed
-    trace         arrivals and lengths of stretches of a trace (--trace: CSV with arrival_s and output_tokens). Lengths
+    trace         arrivals and lengths of stretches of a trace (--trace: as of llmserve simulate). Lengths
                   are scaled so that the longest is the demo model's longest answer, arrivals to 0.9 of the capacity
     routers       two vLLM servers; llmserve beside vllm-router (--router), Poisson arrivals at 0.9
     barrier       llmserve runs batches of 8 to their end, with 8 bins and with one bin, all requests at once; lengths
@@ -154,7 +154,7 @@ def main() -> None:
     add = parser.add_argument
     add("--vllm-python", help="interpreter of an environment with vLLM in it")
     add("--router", help="the executable vllm-router, for the part routers")
-    add("--trace", type=Path, help="CSV (or .csv.gz) with arrival_s and output_tokens, for the part trace")
+    add("--trace", type=Path, help="trace as of llmserve simulate, for the part trace")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="llmserve's orders (default: all)")
     add("--requests", type=int, help=f"requests of every pass (default: {REQUESTS}, else {REQUESTS_LOAD})")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +81,3 @@ def nearest_indices(targets: Floats, tokens: Ints, rng: np.random.Generator) -> 
     lengths = np.unique(tokens)
     nearest = lengths[np.argmin(np.abs(targets[:, None] - lengths), axis=1)]  # (targets, lengths)
     return np.array([rng.choice(np.flatnonzero(tokens == length)) for length in nearest])
-
-
-def read_trace(path: Path) -> tuple[Floats, Floats]:
-    """arrival_s and output_tokens of the rows of a trace, sorted by arrival."""
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    rows = [(float(row["arrival_s"]), float(row["output_tokens"])) for row in csv.DictReader(text.splitlines())]
-    arrivals_s, tokens = np.array(sorted(rows)).T
-    return arrivals_s, tokens

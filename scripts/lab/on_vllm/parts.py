@@ -17,9 +17,10 @@ from bench.progress import log
 from bench.results import in_turn
 from bench.rows import Row, group, median
 
+from llmserve.simulation.trace_files import read_rows
 from on_vllm.arrangements import AHEAD, DIRECT, PARTS, Arrangement, arrangements_of
 from on_vllm.engines import Engines, capacity_per_s, front
-from on_vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s, read_trace
+from on_vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s
 from on_vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
 
 REQUESTS = {"idle": 200, "barrier": 400, "memory": 400, "own": 400, "kill": 500}  # of a pass; else REQUESTS_LOAD
@@ -160,7 +161,8 @@ async def at_once_or_poisson(args: argparse.Namespace, part: str, engines: Engin
 
 async def trace(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
     """Each round replays another stretch of the trace."""
-    all_arrivals_s, all_tokens = read_trace(args.trace)
+    recorded = read_rows(str(args.trace))
+    all_arrivals_s, all_tokens = recorded.arrivals_s, recorded.output_tokens
     count = min(requests_of(args, part), all_tokens.size)
     factor = float(engines.tokens.max() / all_tokens.max())
 
