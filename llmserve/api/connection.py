@@ -80,7 +80,10 @@ class Connection(asyncio.BufferedProtocol):
         self._parts: list[bytes] = []  # of the body, in one read of the socket
         self.on_body = self._parts.append  # the parser's callback for each chunk
         self._parser = httptools.HttpRequestParser(self)
-        self._head_bytes = self._fields = self._field_bytes = self._bodiless_bytes = 0
+        self._headers: dict[str, str] = {}  # of the head that arrives, or fields behind a chunked body
+        self._doubles = self._doubles_bytes = 0  # fields whose name was there before
+        self._head_bytes = 0  # in reads that began within a head
+        self._bodiless_bytes = 0  # in reads of a body that brought nothing of it
         self._framing = b""  # how long the body is, of a request that asks for another protocol
         self._reading: Exchange | None = None  # the request that arrives
         self._has_head = False
@@ -111,40 +114,36 @@ class Connection(asyncio.BufferedProtocol):
         if self._deaf:
             self._unheard = True
             return
-        if not self._has_head:
+        if self._reading is not None and not self._has_head:
             self._head_bytes += nbytes
-        self._parse(self.server.turns.buffer[:nbytes])
-        if self._parts:
-            self._take_body()
-            self._bodiless_bytes = 0
-        elif self._has_head:
-            self._bodiless_bytes += nbytes
-        reading = self._reading
-        if reading is not None:
-            self._check_sizes(reading)
-            if reading.error is not None:
-                self._refuse_reading(reading.error)
-            elif reading.expects_continue:
-                self._invite()
+        data = self.server.turns.buffer[:nbytes]
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_on(data, upgrade)
+        except httptools.HttpParserError as error:
+            self._fail(error)
+        if self._reading is not None:
+            self._look_at(self._reading, nbytes)
         if nbytes > LONG_READ_BYTES and not self._deaf:
             self.hold(TURN)
             self.server.turns.wait(self)
 
-    def _parse(self, data: memoryview) -> None:
+    def _parse_on(self, data: memoryview, upgrade: httptools.HttpParserUpgrade) -> None:
+        """Read what is behind a head that asks for another protocol."""
         while not self._deaf:
+            data = data[upgrade.args[0] :]
+            if self._framing:
+                self._begin_body()
             try:
                 self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
-                if self._framing:
-                    self._begin_body()
-                if not data:
-                    return
+            except httptools.HttpParserUpgrade as another:
+                upgrade = another
             except httptools.HttpParserError as error:
                 self._fail(error)
             else:
                 return
-        self._unheard = True
+        self._unheard = self._unheard or len(data) > upgrade.args[0]
 
     def _begin_body(self) -> None:
         """Let a parser that has seen no wish for another protocol read the body."""
@@ -157,6 +156,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: httptools.HttpParserError) -> None:
         if self._deaf:  # bytes behind the last request
+            self._unheard = True
             return
         self.server.malformed(self.peer, error)
         if "PRI" in str(error):
@@ -166,14 +166,38 @@ class Connection(asyncio.BufferedProtocol):
         self._parts.clear()
         self._refuse_reading(refusal)
 
-    def _check_sizes(self, reading: Exchange) -> None:
+    def _look_at(self, reading: Exchange, nbytes: int) -> None:
+        """Take what a read has brought of a request that is not complete."""
+        if self._parts:
+            self._take_body()
+            self._bodiless_bytes = 0
+        elif self._has_head:
+            self._bodiless_bytes += nbytes
+        if reading.error is None:
+            reading.error = self._excess()
         if reading.error is not None:
-            return
+            self._refuse_reading(reading.error)
+        elif self._has_head and self._serving is None:
+            if reading.keeps_body:
+                self.server.busy(self)
+            self._invite()
+
+    def _head_excess(self, reading: Exchange) -> RequestError | None:
+        headers = reading.headers
+        if len(headers) + self._doubles > FIELDS_MAX:
+            return HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
+        head_bytes = sum([len(name) + len(value) for name, value in headers.items()], self._doubles_bytes)
+        if head_bytes + len(reading.query) > HEAD_BYTES_MAX:
+            return HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
+        return None
+
+    def _excess(self) -> RequestError | None:
         if not self._has_head:
             if self._head_bytes > HEAD_BYTES_MAX:
-                reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
+                return HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
         elif self._bodiless_bytes > HEAD_BYTES_MAX:
-            reading.error = BadRequest("the body has more around its chunks than in them", code="malformed_request")
+            return BadRequest("the body has more around its chunks than in them", code="malformed_request")
+        return None
 
     def eof_received(self) -> bool:
         """Keep the connection open while a request is served."""
@@ -207,9 +231,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self._deaf:
             raise EOFError("the last request was complete")  # stops the parser: see _fail
-        self._reading = Exchange(self)
-        self._has_head = False
-        self._fields = self._field_bytes = 0
+        self._reading = reading = Exchange(self)
+        self._headers, self._has_head = reading.headers, False
+        self._head_bytes = self._doubles = self._doubles_bytes = 0
         if self._serving is None:
             self.due_s = self.server.now_s() + HEAD_S
 
@@ -218,28 +242,23 @@ class Connection(asyncio.BufferedProtocol):
         self._reading.query += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        reading = self._reading
-        assert reading is not None
-        self._fields += 1
-        self._field_bytes += len(name) + len(value)
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
-        if self._fields > FIELDS_MAX:
-            reading.error = HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
-        elif self._field_bytes > HEAD_BYTES_MAX:
-            reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
-        elif self._has_head:  # behind the last chunk: no field of the request
-            return
-        elif key not in reading.headers:
-            reading.headers[key] = text
-        elif key in SINGLE_FIELDS:
-            reading.error = BadRequest(f"the request has two fields `{key}`", code="malformed_request")
+        key = name.decode("latin-1").lower()
+        if key not in self._headers:
+            self._headers[key] = value.rstrip().decode("latin-1")
+        else:
+            self._doubles += 1
+            self._doubles_bytes += len(name) + len(value)
+            if key in SINGLE_FIELDS and self._reading is not None and not self._has_head:
+                self._reading.error = BadRequest(f"the request has two fields `{key}`", code="malformed_request")
 
     def on_headers_complete(self) -> None:
         reading, parser = self._reading, self._parser
         assert reading is not None
         if self._framing:
             return
-        self._has_head, self._head_bytes, self._bodiless_bytes = True, 0, 0
+        if self._head_bytes or len(reading.headers) + self._doubles > FIELDS_MAX:
+            reading.error = self._head_excess(reading) or reading.error
+        self._has_head, self._bodiless_bytes = True, 0
         reading.method = parser.get_method().decode("latin-1")
         reading.path, reading.query = path_and_query(reading.query if reading.method != "CONNECT" else b"*")
         version = parser.get_http_version()
@@ -251,15 +270,11 @@ class Connection(asyncio.BufferedProtocol):
             reading.error = self._refusal(reading)
         else:
             reading.keep_alive = False
-        reading.expects_continue = not reading.old and reading.headers.get("expect", "").lower() == "100-continue"
+        if (expected := reading.headers.get("expect")) is not None:
+            reading.expects_continue = expected.lower() == "100-continue" and not reading.old
         if parser.should_upgrade():
             self._framing = _framing(reading)
-        if self._serving is None:
-            self.due_s = self.server.now_s() + BODY_S
-            if reading.error is None and reading.keeps_body:
-                self.server.busy(self)
-        else:
-            self.due_s = math.inf
+        self.due_s = self.server.now_s() + BODY_S if self._serving is None else math.inf
 
     def _refusal(self, reading: Exchange) -> RequestError | None:
         """Why the request is refused at its head; None: it is not."""
@@ -268,6 +283,7 @@ class Connection(asyncio.BufferedProtocol):
             reading.keep_alive = False  # what follows is no HTTP
             return MethodNotAllowed("CONNECT is for proxies")
         if (coding := headers.get("transfer-encoding")) is not None:
+            self._headers = {}
             if coding.lower() != "chunked":
                 reading.keep_alive = False
                 return BadRequest(f"`transfer-encoding`: must be chunked, not {coding}", code="transfer_encoding")

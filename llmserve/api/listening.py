@@ -124,7 +124,7 @@ class Server:
         self.date = http_date()
         self.connections_max = limits.connections_max or _connections_max()
         self.turns = Turns()
-        self._kept: Counter[str] = Counter()  # bytes of requests in memory, by holder
+        self._kept: dict[str, int] = {}  # bytes of requests in memory, by holder
         self._unread_bytes = 0  # of all answers, at the last sweep
         self._listener = listener
         self._listener.setblocking(False)
@@ -147,7 +147,7 @@ class Server:
 
     @property
     def free_bytes(self) -> int:
-        return self.limits.buffers_bytes_max - self.buffered_bytes
+        return self.limits.buffers_bytes_max - self.body_bytes - self._unread_bytes
 
     def keep(self, exchange: Exchange, size: int) -> RequestError | None:
         """Count bytes of a body that are kept in memory. Returns the error of a holder that would have too many.
@@ -157,8 +157,8 @@ class Server:
         """
         exchange.kept += size
         self.body_bytes += size
-        self._kept[exchange.holder] += size
-        if self._kept[exchange.holder] <= self.free_bytes:
+        self._kept[exchange.holder] = held = self._kept.get(exchange.holder, 0) + size
+        if held <= self.free_bytes:
             return None
         return Unavailable(
             "too many bytes of your requests are in flight (--buffers-bytes-max)",
@@ -169,9 +169,8 @@ class Server:
     def forget(self, exchange: Exchange) -> None:
         """The bytes of a body are not in memory any more."""
         self.body_bytes -= exchange.kept
-        self._kept[exchange.holder] -= exchange.kept
-        if not self._kept[exchange.holder]:
-            del self._kept[exchange.holder]
+        if held := self._kept.pop(exchange.holder) - exchange.kept:
+            self._kept[exchange.holder] = held
         exchange.kept = 0
 
     def now_s(self) -> float:
@@ -344,7 +343,7 @@ class Server:
     def _cut_largest(self, buffers: list[tuple[int, Connection]]) -> None:
         """Cut off the clients that leave most unread, of each holder that has more than what is free."""
         self._unread_bytes = sum(buffered for buffered, _ in buffers)
-        held = self._kept.copy()
+        held = Counter(self._kept)
         for buffered, connection in buffers:
             held[connection.holder] += buffered
         for buffered, connection in sorted(buffers, key=lambda pair: -pair[0]):
