@@ -228,12 +228,30 @@ def _environment_values(environment: Mapping[str, str], section_of: Mapping[str,
     for variable in sorted(environment):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == f"{ENVIRONMENT_PREFIX}CONFIG":
             continue
+        if _is_of_service(variable, environment[variable]):
+            continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name not in section_of:
             variables = [ENVIRONMENT_PREFIX + field.upper() for field in section_of]
             raise ConfigError(f"the environment has an unknown variable {variable}{nearest(variable, variables)}")
         values.append((section_of[name], name, environment[variable]))
     return values
+
+
+_OF_SERVICE = re.compile(
+    rf"{ENVIRONMENT_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_OF_PORT, _ADDRESS = re.compile(rf"{ENVIRONMENT_PREFIX}(\w+_)?PORT"), re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+
+def _is_of_service(variable: str, value: str) -> bool:
+    """Whether Kubernetes has set the variable, for a Service whose name begins with `llmserve`."""
+    return bool(_OF_SERVICE.fullmatch(variable) or (_OF_PORT.fullmatch(variable) and _ADDRESS.fullmatch(value)))
+
+
+def service_variables(environment: Mapping[str, str]) -> list[str]:
+    """The variables that are no settings, but Kubernetes' own, of Services in the same namespace."""
+    return sorted([variable for variable, value in environment.items() if _is_of_service(variable, value)])
 
 
 def _file_values(structs: Sections, file: str) -> list[tuple[str, str, Any]]:

@@ -11,6 +11,7 @@ LLMServeError
 └── RequestError                sent to a client in OpenAI's error format
     ├── BadRequest          400
     ├── Unauthorized        401
+    ├── Forbidden           403  a web page of another site
     ├── NotFound            404  unknown path, or ModelNotFound
     ├── MethodNotAllowed    405
     ├── RequestTimeout      408
@@ -102,6 +103,12 @@ class Unauthorized(RequestError):
     status = 401
     type = "invalid_request_error"
     default_code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "invalid_request_error"
+    default_code = "forbidden"
 
 
 class NotFound(RequestError):

@@ -70,6 +70,13 @@ def main(args: argparse.Namespace) -> int:
         print(config.shown(origin))
         return 0
     logs.configure(config.server.log_level, config.server.log_format)
+    if ignored := configuration.service_variables(os.environ):
+        log.warning(
+            "%d variables of the environment are ignored (%s, ...): Kubernetes sets them for a Service whose name "
+            "begins with llmserve; `enableServiceLinks: false` in the pod leaves them out",
+            len(ignored),
+            ignored[0],
+        )
     _allow_many_sockets()
     with contextlib.suppress(ImportError):
         import uvloop
@@ -159,10 +166,11 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     from llmserve import state_file
     from llmserve.api.app import App
     from llmserve.api.batches import BatchEndpoints
+    from llmserve.api.browsers import Browsers
     from llmserve.api.cors import Cors
     from llmserve.api.job_parts import open_jobs
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
-    from llmserve.api.listening import accepting, base_url, check_host, listening_socket
+    from llmserve.api.listening import accepting, base_url, check_host, is_loopback, listening_socket
     from llmserve.reload import Reloader, engines_part, keys_part
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
@@ -187,9 +195,12 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
         traces = _traces(config, cluster, metrics)
         batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
+        on_loopback = is_loopback(server.host)
+        browsers = Browsers(server.cors_origin, server.allowed_host, on_loopback=on_loopback)
         app = App(
             *(cluster, metrics, key_limits, config.limits, admin, reloader.reload),
-            *(Cors(server.cors_origin), aliases_of(config.engines.alias), batches, metrics.meter_of_all, traces),
+            *(Cors(server.cors_origin), browsers, aliases_of(config.engines.alias), batches),
+            *(metrics.meter_of_all, traces),
         )
         limits = _door_limits(config)
         if server.metrics_port is not None:

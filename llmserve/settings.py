@@ -52,6 +52,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "ORIGIN"},
         ),
     ] = ()
+    allowed_host: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="name under which clients reach a server that listens on loopback without keys, such as "
+            "chat.example.com behind a proxy; *: any; repeat for several. Addresses, names without a dot and names of "
+            "local networks (.local, .internal) need none: other names could be a web page's, which calls the server "
+            "from a browser on the same machine (default: none)",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(

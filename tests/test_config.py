@@ -11,7 +11,7 @@ import pytest
 from configured import load_config
 
 from llmserve.__main__ import main
-from llmserve.config import add_flags, convert, flag_of, sections
+from llmserve.config import add_flags, convert, flag_of, sections, service_variables
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, Config, EngineConfig
@@ -216,3 +216,39 @@ def test_an_error_of_a_whole_section_keeps_its_message() -> None:
 
     with pytest.raises(ConfigError, match="low is above high"):
         convert(Pair, {"low": "2"})
+
+
+# ---- variables that are not ours ----
+
+SERVICES = {  # as Kubernetes sets them in each pod, for the Services `llmserve`, `llmserve-metrics` and `llmserve-host`
+    "LLMSERVE_SERVICE_HOST": "10.96.0.1",
+    "LLMSERVE_SERVICE_PORT": "8000",
+    "LLMSERVE_SERVICE_PORT_HTTP": "8000",
+    "LLMSERVE_PORT": "tcp://10.96.0.1:8000",
+    "LLMSERVE_PORT_8000_TCP": "tcp://10.96.0.1:8000",
+    "LLMSERVE_PORT_8000_TCP_PROTO": "tcp",
+    "LLMSERVE_PORT_8000_TCP_PORT": "8000",
+    "LLMSERVE_PORT_8000_TCP_ADDR": "10.96.0.1",
+    "LLMSERVE_METRICS_SERVICE_HOST": "fd00::1",
+    "LLMSERVE_METRICS_PORT": "udp://[fd00::1]:53",
+    "LLMSERVE_METRICS_PORT_53_UDP_ADDR": "fd00::1",
+    "LLMSERVE_HOST_SERVICE_PORT_WEB_UI": "80",
+    "LLMSERVE_HOST_PORT_80_SCTP": "sctp://10.0.0.1:80",
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings() -> None:
+    ours = {"LLMSERVE_BATCH_SIZE": "4", "LLMSERVE_HOST": "::1", "LLMSERVE_METRICS_HOST": "::1"}
+    assert load_config({}, {**SERVICES, **ours}, None) == load_config({}, ours, None)
+    assert service_variables({**SERVICES, **ours, "PORT": "tcp://1.1.1.1:1"}) == sorted(SERVICES)
+
+
+@pytest.mark.parametrize("variable", ["LLMSERVE_SERVICE", "LLMSERVE_METRICS_SERVICE_HOSTS", "LLMSERVE_PORT_8000"])
+def test_a_variable_that_only_resembles_them_is_an_error(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown variable {variable}"):
+        load_config({}, {variable: "1"}, None)
+
+
+def test_a_port_that_is_no_services_address_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="port"):
+        load_config({}, {"LLMSERVE_PORT": "http://10.96.0.1:8000"}, None)

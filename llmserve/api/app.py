@@ -29,6 +29,7 @@ from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.authentication import Keys
 from llmserve.api.batches import BATCHES, FILES, BatchEndpoints, NoBatches
+from llmserve.api.browsers import Browsers
 from llmserve.api.content_coding import HEADER, Unpacker, codings_of
 from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
@@ -96,6 +97,7 @@ class App:
     Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
     than all of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
     reload: reads keys, limits and engines again.  cors : pages of which origins may call.
+    browsers : what pages may do while no key is required; None: everything
     aliases: the models behind other names, see aliases.py.  meter : of all engines' energy; None: none is known
     batches: of files and batch jobs; None: there is no place for them.  traces : None: no request is traced
     """
@@ -109,6 +111,7 @@ class App:
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
         cors: Cors | None = None,
+        browsers: Browsers | None = None,
         aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         batches: BatchEndpoints | None = None,
         meter: Meter | None = None,
@@ -116,6 +119,7 @@ class App:
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)
         self._cors = cors or None
+        self._browsers = browsers
         self._unpacker = Unpacker(config.body_bytes_max)
         self._unpacking: set[asyncio.Task[None]] = set()
         self._batches = batches or NoBatches()
@@ -137,6 +141,8 @@ class App:
         """Check the key before the body is read. Raises RequestError."""
         if self._cors is not None:
             self._cors.allow(exchange)
+        if self._browsers is not None and not self._keys.required:
+            self._browsers.check(exchange)
         if exchange.method == "POST" and (endpoint := ENDPOINTS.get(exchange.path)) is not None:
             exchange.endpoint = endpoint
             self._endpoints.admit(exchange, endpoint)

@@ -460,4 +460,5 @@ async def test_without_the_setting_no_page_may_call(start_front: StartFront) -> 
             assert response.status == 204
             assert "access-control-allow-origin" not in response.headers
         async with front.post(headers=headers) as response:
+            assert response.status == 403
             assert "access-control-allow-origin" not in response.headers
