@@ -1,6 +1,7 @@
 """Alarms of size: a class, file or function of this size wants a second look, and a name for what could leave it.
 
-The numbers are no targets. Whoever meets one asks what belongs together; if the answer is "all of it", the number grows.
+The numbers are no targets. Whoever meets one asks what belongs together; if the answer is "all of it", the number
+grows.
 """
 
 from __future__ import annotations

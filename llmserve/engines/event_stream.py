@@ -290,6 +290,7 @@ class UsageFilter(Passing):
             and not self._delayed
             and data.find(b'"usage"') < 0
             and data.find(b'"error"') < 0
+            and data.find(b"\nerror:") < 0
             and FINISHED.search(data) is None
         ):
             self._events += events
@@ -386,7 +387,14 @@ def events_end(data: bytes) -> int:
 
 
 def data_of(event: bytes) -> bytes:
-    """The data of an event, without its other lines."""
+    """The data of an event, without its other lines.
+
+    llama.cpp's servers of 2025 write the object of an error into a field `error` instead.
+    """
     if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and event.find(b"\r") < 0:
         return event[5:-2]
-    return b"".join(line[5:] for line in event.removeprefix(BOM).splitlines() if line.startswith(b"data:"))
+    lines = event.removeprefix(BOM).splitlines()
+    data = b"".join([line[5:] for line in lines if line.startswith(b"data:")])
+    if not data:
+        data = b"".join([b'{"error":%b}' % line[6:] for line in lines if line.startswith(b"error:")][:1])
+    return data

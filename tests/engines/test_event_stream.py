@@ -202,3 +202,24 @@ def test_only_the_usage_event_is_removed_whatever_ends_lines(cuts: list[int], en
 
 def test_the_data_of_an_event_is_found_behind_a_byte_order_mark() -> None:
     assert data_of(b"\xef\xbb\xbfdata: 1\rdata:2\r\n\r\n") == b" 12"
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["in two reads", "in one read"])
+def test_an_error_in_a_field_of_its_own_is_an_error(apart: bool) -> None:
+    """llama.cpp's servers of 2025 write `error: {...}` where others write `data: {"error": {...}}`."""
+    text = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    told = b'error: {"code":500,"message":"Compute error.","type":"server_error"}\n\n'
+    reader = UsageFilter(strip=True)
+    pieces = [text, told] if apart else [text + text + told]
+    assert b"".join([reader.feed(text), *[reader.feed(piece) for piece in pieces]]).endswith(told)
+    assert reader.failed is not None
+    assert (reader.failed.kind, reader.failed.message) == ("engine", "Compute error.")
+    assert not reader.ended
+
+
+def test_a_clients_error_in_a_field_of_its_own_is_the_clients() -> None:
+    reader = UsageFilter(strip=True)
+    said = b'error: {"code":400,"message":"the request exceeds the context","type":"invalid_request_error"}\n\n'
+    assert reader.feed(said) == b""
+    assert reader.failed is not None
+    assert reader.failed.kind == "client"
