@@ -246,12 +246,15 @@ def _parse(record: Any, columns: Columns, answer_tokens: Callable[[str], int]) -
         return _conversation_rows(turns_of(record, "the list"), "the list", Prompt(""), answer_tokens)
     if not isinstance(record, Mapping):
         raise BadRecord("not a JSON object")
-    record = {column: value for column, value in record.items() if value is not None and value != ""}
+    empty = {column for column, value in record.items() if value == ""}  # tables have such cells for what is missing
+    record = {column: value for column, value in record.items() if value is not None and column not in empty}
     prompt, response = _prompt_column(record, columns), _response_column(record, columns)
     is_flat = prompt in record and (columns.output_tokens in record or response in record)
     if is_flat or record.keys().isdisjoint(TURNS_COLUMNS):
         if isinstance(record.get(response), list) and columns.output_tokens not in record:
             return _dialogue_rows(record, prompt, response, columns, answer_tokens)
+        if not is_flat:
+            _check_filled(empty, columns)
         return [_flat_row(record, prompt, response, columns, answer_tokens)]
     found = [column for column in TURNS_COLUMNS if column in record]
     rows = []
@@ -260,6 +263,13 @@ def _parse(record: Any, columns: Columns, answer_tokens: Callable[[str], int]) -
         turns = [*_system_turns(record, columns), *turns_of(record[column], column)]
         rows += _conversation_rows(turns, column, _around(record, model), answer_tokens)
     return rows
+
+
+def _check_filled(empty: set[str], columns: Columns) -> None:
+    """Raises BadRecord when the prompt or the answer of a record is empty."""
+    names = (columns.prompt, columns.response, *PROMPTS, *RESPONSES)
+    if name := next((name for name in names if name in empty and name not in PROMPT_SUPPLEMENTS), None):
+        raise BadRecord(f"empty text in {name!r}")
 
 
 def _prompt_column(record: Mapping[str, Any], columns: Columns) -> str:

@@ -37,6 +37,8 @@ REFUSED = {
     b"<": "the file is HTML or XML, perhaps a web page about the data: download the raw file",
 }
 """Why a file that begins with these bytes cannot be read, and what helps."""
+CONTAINERS = ("data", "train", "rows", "records", "examples", "instances", "samples")
+"""Names of the array of records in files that are one object."""
 PEEK_BYTES = 32
 DELIMITERS = ",\t;|"
 CELL_CHARACTERS_MAX = 2**31 - 1
@@ -107,12 +109,20 @@ def _text_records(text: io.TextIOWrapper) -> Iterator[tuple[int, Any]]:
         yield from _document(number, first + text.read())
         return
     following = next(lines, None)
-    if isinstance(value, list) and following is None:
-        yield from ((number, element) for element in value)
+    if following is None:
+        yield from ((number, element) for element in _elements(value))
         return
     yield number, value
     if following is not None:
         yield from _json_lines(chain((following,), lines))
+
+
+def _elements(value: Any) -> list[Any]:
+    """The records of a file that is this one value: of an array, or of the one array in an object around it."""
+    if isinstance(value, dict):
+        arrays = [value[name] for name in CONTAINERS if isinstance(value.get(name), list)]
+        return arrays[0] if len(arrays) == 1 and arrays[0] else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _json_lines(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, Any]]:
@@ -135,7 +145,10 @@ def _document(number: int, text: str) -> Iterator[tuple[int, Any]]:
     What is no such JSON may still be JSON lines, of which the first is damaged.
     """
     try:
-        yield from list(_values(number, text))
+        found = list(_values(number, text))
+        if len(found) == 1 and text.lstrip()[0] == "{":
+            found = [(number, element) for element in _elements(found[0][1])]
+        yield from found
         return
     except (ValueError, RecursionError) as error:
         if text.lstrip()[0] == "{":

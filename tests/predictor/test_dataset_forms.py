@@ -215,6 +215,9 @@ def test_prompt_and_completion_may_be_messages(load: Load) -> None:
             "the prompt could be in 'question' or 'query': say it with",
         ),
         ({"prompt": "p", "chosen": "yes", "rejected": "no"}, "no number in 'output_tokens'"),
+        ({"prompt": "p", "response": ""}, "empty text in 'response'"),
+        ({"instruction": "p", "input": "", "output": ""}, "empty text in 'output'"),
+        ({"prompt": "", "output_tokens": 4}, "empty text in 'prompt'"),
         ({"prompt": "p", "response": ["a", "b"]}, "a turn that is not a JSON object in 'response'"),
         ({"prompt": [SAY], "completion": "c"}, "no user turn in 'prompt'"),
         ({"text": "<s>[INST] Hi [/INST] Hello</s>"}, "no text in 'prompt'"),
@@ -252,6 +255,10 @@ def test_json_lines_may_have_any_name(load: Load, name: str) -> None:
         pytest.param("[\n" + ",\n".join(map(json.dumps, FLAT)) + "\n]\n", id="an array with a record on each line"),
         pytest.param("\n".join(json.dumps(record, indent=1) for record in FLAT), id="objects over lines, as of jq"),
         pytest.param("\n\n".join(map(json.dumps, FLAT)) + "\n \n", id="blank lines"),
+        pytest.param(json.dumps({"version": "1.1", "data": FLAT}), id="an array in an object"),
+        pytest.param(
+            json.dumps({"type": "text2text", "instances": FLAT}, indent=1), id="an array in an object over lines"
+        ),
         pytest.param("\r\n".join(map(json.dumps, FLAT)), id="line ends of Windows"),
         pytest.param(table(FLAT), id="CSV"),
         pytest.param(table(FLAT, ";"), id="CSV with semicolons"),
@@ -308,6 +315,7 @@ def test_output_tokens_may_be_in_another_column_of_a_file_of_any_name(tmp_path: 
     ("record", "form"),
     [
         ({"text": "Hi"}, '"prompt": "Count to 3", "output_tokens": 5'),
+        ({"data": [{"prompt": "Hi"}], "train": [{"prompt": "Hi"}]}, '"prompt": "Count to 3", "output_tokens": 5'),
         ({"messages": [ASK]}, '"messages": [{"role": "user"'),
         (ASK, '"messages": [{"role": "user"'),
         ({"from": "human", "value": "Hi"}, '"conversations": [{"from": "human"'),
