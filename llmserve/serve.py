@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
+FIRST_WORD_S, WORD_EVERY_S = 3.0, 10.0  # while no engine is ready
 METRICS_CONNECTIONS_MAX = 64  # scrapers and probes are few
 LOOPBACK = "127.0.0.1"
 
@@ -123,7 +124,7 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
     has_file = has_file or config.server.api_key_file is not None
     with _on_signals(on_stop, on_hangup if has_file else None), contextlib.suppress(asyncio.CancelledError):
         async with serving(config, reloader) as (cluster, url):
-            await _wait_for_engine(cluster)
+            await _wait_for_engine(cluster, url)
             starting = None
             gc.collect()
             gc.freeze()  # loaded modules live forever: a full collection that scans these objects stalls every stream
@@ -302,21 +303,25 @@ def _on_signals(on_stop: Callable[[], None], on_hangup: Callable[[], None] | Non
             loop.remove_signal_handler(number)
 
 
-async def _wait_for_engine(cluster: LiveCluster) -> None:
-    polls = 0
+async def _wait_for_engine(
+    cluster: LiveCluster, url: str, first_word_s: float = FIRST_WORD_S, word_every_s: float = WORD_EVERY_S
+) -> None:
+    """Wait for an engine that is ready, and say meanwhile where the server listens and what it waits for."""
+    word_at_s = cluster.now_s() + first_word_s
     while not any(cluster.engines_ready.values()):
         await asyncio.sleep(0.05)
-        polls += 1
-        if polls == 60:
-            log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
+        if cluster.now_s() >= word_at_s:
+            log.warning("listening on %s; waiting for an engine: %s", url, ", ".join(cluster.engines_ready))
+            word_at_s += word_every_s
 
 
 def _print_address(cluster: LiveCluster, url: str, *, with_key: bool) -> None:
-    """Print the server's URL and an example request."""
+    """Print the server's URL, its page, and an example request."""
     model = next(iter(cluster.models), "MODEL")
     body = {"model": model, "messages": [{"role": "user", "content": "Count from 1 to 20."}]}
     key = " -H 'authorization: Bearer YOUR_KEY'" if with_key else ""
     print(f"llmserve is ready: {url}/v1  (models: {', '.join(cluster.models)})")
+    print(f"page: {url}/")
     print(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json'{key} \\")
     print(f"    -d {shlex.quote(json.dumps(body))}\n")
     print("Ctrl-C stops it.", flush=True)

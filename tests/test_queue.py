@@ -60,6 +60,19 @@ async def test_the_queue_is_shown_by_model_share_and_bin(
     assert capsys.readouterr().out == "0 requests wait\n"
 
 
+async def test_the_servers_own_file_of_keys_is_read_by_commands_in_each_form(
+    start_front: StartFront, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "admin.toml"
+    path.write_text('[keys.ops]\nkey = "secret"\n')
+    path.chmod(0o600)
+    async with FakeEngine() as engine:
+        front = await start_front(engine, server=ServerConfig(port=0, admin_key_file=str(path), drain_s=0.0))
+        for words in (["queue", front.url], ["doctor", "--url", front.url, "--for-s", "0"]):
+            assert await asyncio.to_thread(main, [*words, "--admin-key-file", str(path)]) == 0
+    assert "0 requests wait" in capsys.readouterr().out
+
+
 async def test_a_server_without_an_admin_key_says_how_to_start_it(
     start_front: StartFront, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import logging
 import signal
@@ -24,6 +25,7 @@ from tiny_llama import save_tiny_llama
 from llmserve.__main__ import main
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
+from llmserve.serve import _print_address, _wait_for_engine
 from llmserve.settings import ApiConfig
 
 
@@ -266,6 +268,29 @@ async def test_settings_for_models_that_no_engine_serves_are_reported(
         await until(lambda: "no engine serves" in caplog.text)
     messages = [record.message for record in caplog.records if "no engine serves" in record.message]
     assert messages == ["profile: no engine serves a model chta; did you mean chat?"]
+
+
+async def test_a_server_without_an_engine_says_again_and_again_where_it_listens_and_what_it_waits_for(
+    start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeEngine() as fake:
+        front = await start_front(fake)
+    await until(lambda: not any(front.cluster.engines_ready.values()))
+    waiting = asyncio.create_task(_wait_for_engine(front.cluster, front.url, 0.0, 0.01))
+    (name,) = front.cluster.engines_ready
+    said = f"listening on {front.url}; waiting for an engine: {name}"
+    await until(lambda: caplog.messages.count(said) >= 2)
+    waiting.cancel()
+
+
+async def test_the_banner_names_the_page(start_front: StartFront, capsys: pytest.CaptureFixture[str]) -> None:
+    async with FakeEngine() as fake:
+        front = await start_front(fake)
+        _print_address(front.cluster, front.url, with_key=False)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == [f"llmserve is ready: {front.url}/v1  (models: fake)", f"page: {front.url}/"]
+        async with front.session.get(lines[1].removeprefix("page: ")) as page:
+            assert page.content_type == "text/html"
 
 
 async def test_an_order_by_batch_times_reports_a_missing_profile(

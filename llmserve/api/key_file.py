@@ -92,12 +92,12 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Read a key file: TOML if its name ends in .toml, else lines as of `read_keys`.
+    """Read a key file: TOML if its name ends in .toml, else lines, one `name: key` or `key` each.
 
     Raises ConfigError, which names the file and the line or table.
     """
     if path.suffix != ".toml":
-        return KeyFile(keys=read_keys(path))
+        return KeyFile(keys=_keys_of_lines(path))
     try:
         tables = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -122,10 +122,15 @@ def read_key_file(path: Path) -> KeyFile:
     return KeyFile(keys=keys, policies=policies, prices=prices)
 
 
+def read_keys(path: Path) -> Mapping[str, str]:
+    """The keys of a key file of either form, by their names. Raises ConfigError."""
+    return read_key_file(path).keys
+
+
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def read_keys(path: Path) -> dict[str, str]:
+def _keys_of_lines(path: Path) -> dict[str, str]:
     """Read a file of keys, one `name: key` or `key` per line. Returns name -> key. Blank and #-lines are skipped.
 
     A key with a colon needs a name. A name has no slash, which separates a key's name from its client's stream. Raises

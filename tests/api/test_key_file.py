@@ -15,6 +15,12 @@ def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:
     assert read_keys(path) == {"alice": "sk-1", "key4": "sk-2"}
 
 
+def test_the_keys_of_a_file_with_limits_are_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[keys.alice]\nkey = "sk-1"\nweight = 2\n\n[keys.bob]\nkey = "sk-2"\n')
+    assert list(read_keys(path).items()) == [("alice", "sk-1"), ("bob", "sk-2")], "commands send the first one"
+
+
 @pytest.mark.parametrize(
     "text", ["", "# nothing\n", "alice: two words\n", "a: k\na: l\n", "a: k\nb: k\n", "alice:\n", "alice: clé\n"]
 )
