@@ -418,8 +418,9 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="silence in a stream after which the client gets a comment that says how long it will wait, so "
-            "that no proxy cuts the connection; the status is then 200, and later errors are events. 0: none",
+            description="silence in a stream after which the client gets a comment that says how long it will wait, on "
+            "/v1/messages and /v1/responses also an event, so that neither a proxy nor the client cuts the connection; "
+            "the status is then 200, and later errors are events. 0: none",
         ),
     ] = 15.0
 

@@ -34,7 +34,7 @@ from llmserve.api.content_coding import HEADER, Unpacker, codings_of
 from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
-from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
+from llmserve.api.keep_alive import EVENT_STREAM, comment_of, counts_events, error_of_body
 from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
@@ -44,7 +44,7 @@ from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.asker import as_asked
-from llmserve.cluster.answer_forms import COMPLETION
+from llmserve.cluster.answer_forms import COMPLETION, Silence
 from llmserve.cluster.fitting import check_served
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster
@@ -494,10 +494,16 @@ class _Answer:
         self._exchange.end()
 
     def keep_alive(self, in_flight: InFlightCall, places: Places) -> None:
-        """Write a comment that tells the call's place. Clients ignore comments of an event stream."""
+        """Write a comment that tells the call's place, and what the client counts as a sign of life."""
         if in_flight.usage is not None and in_flight.usage.in_parts:
             return
         if not self._exchange.started:
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
-        self._exchange.write(b": %b\n\n" % comment_of(places.of(in_flight), running=in_flight.forwarding is not None))
+        silence = Silence(
+            comment_of(places.of(in_flight), running=in_flight.forwarding is not None),
+            in_flight.answered,
+            in_flight.usage,
+            counts_events(self._exchange.headers),
+        )
+        self._exchange.write(self._call.form.keep_alive(silence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +21,14 @@ def comment_of(place: Place | None, *, running: bool) -> bytes:
     if place.wait_s is None:
         return b"position %d" % place.position
     return b"position %d, about %.0f s" % (place.position, place.wait_s)
+
+
+def counts_events(headers: Mapping[str, str]) -> bool:
+    """Whether the client is one that ends a stream in which only comments come, and takes unknown events at any place.
+
+    headers : of the request.  Codex skips comments before its timer sees them, and ignores events that it does not know
+    """
+    return "codex" in headers.get("user-agent", "").lower()
 
 
 def error_of_body(status: int, body: bytes) -> dict[str, Any]:

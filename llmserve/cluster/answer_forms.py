@@ -62,6 +62,29 @@ class StreamReader(Protocol):
     def release(self) -> bytes: ...
 
 
+class Silence(msgspec.Struct, frozen=True):
+    """A stream in which nothing is written for a while.
+
+    comment  what people are told, one line
+    began    the client has got bytes of the engine
+    reader   of the engine's stream; None: it has not begun
+    counts_events  the client takes events of any type at any place, and comments are no sign of life to it
+    """
+
+    comment: bytes
+    began: bool = False
+    reader: StreamReader | None = None
+    counts_events: bool = False
+
+
+def comment_alone(silence: Silence) -> bytes:
+    """A comment without an empty line behind it: there some clients see an event without data, which is no JSON.
+
+    openai-go did so with each such line, openai-python does behind an event with an id.
+    """
+    return b": %b\n" % silence.comment
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How the answers of an endpoint are read, and its errors written.
@@ -73,6 +96,7 @@ class AnswerForm:
     last_events  ends a stream by an error: of an error's body, the last bytes
     done         ends a stream behind an error of the engine
     takes_priority  whether vLLM takes the field `priority` there
+    keep_alive   what is written into a silent stream; see Silence
     """
 
     name: str
@@ -82,6 +106,7 @@ class AnswerForm:
     last_events: Callable[[dict[str, Any]], bytes]
     done: bytes = b""
     takes_priority: bool = False
+    keep_alive: Callable[[Silence], bytes] = comment_alone
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -127,6 +152,26 @@ def _response_error(body: dict[str, Any]) -> bytes:
     others = {name: value for name, value in body.items() if name != "error"}
     event = {"type": "error", **told, "sequence_number": 0, **others}
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+# ---- signs of life --------------------------------------------------------------------------------------------------
+
+
+def _ping(silence: Silence) -> bytes:
+    """Anthropic's event, which may come at any place. The comment is a line of the event, which clients skip."""
+    return comment_alone(silence) + b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+def _response_keep_alive(silence: Silence) -> bytes:
+    """The event that OpenAI's own server sends in long silences. Clients end idle streams in which only comments come.
+
+    Not before the engine's first event: OpenAI's clients insist on `response.created` there.
+    """
+    if not (silence.began or silence.counts_events):
+        return comment_alone(silence)
+    number = silence.reader.sequence_number if isinstance(silence.reader, ResponseReader) else 0
+    data = b'{"type":"keepalive","sequence_number":%d}' % number
+    return comment_alone(silence) + b"event: keepalive\ndata: %b\n\n" % data
 
 
 # ---- the forms ------------------------------------------------------------------------------------------------------
@@ -184,8 +229,21 @@ def _prompt(body: bytes) -> WholeAnswer:
 
 COMPLETION = AnswerForm("completion", _completion, _completion_stream, openai_error, _data_and_done, DONE_EVENT, True)
 RESPONSE = AnswerForm(
-    "response", _response, lambda call, receipt: ResponseReader(), openai_error, _response_error, takes_priority=True
+    "response",
+    _response,
+    lambda call, receipt: ResponseReader(),
+    openai_error,
+    _response_error,
+    takes_priority=True,
+    keep_alive=_response_keep_alive,
 )
-MESSAGE = AnswerForm("message", _message, lambda call, receipt: MessageReader(), anthropic_error, _message_error)
+MESSAGE = AnswerForm(
+    "message",
+    _message,
+    lambda call, receipt: MessageReader(),
+    anthropic_error,
+    _message_error,
+    keep_alive=_ping,
+)
 PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), openai_error, _data_and_done, DONE_EVENT)
 MESSAGE_PROMPT = AnswerForm("answer", _prompt, lambda call, receipt: EventReader(), anthropic_error, _message_error)

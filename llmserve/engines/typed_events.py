@@ -11,7 +11,9 @@ import re
 import msgspec
 
 from llmserve.engines.event_stream import Count, Passing, Says, Usage, data_of, events_of
-from llmserve.engines.lenient_json import read
+from llmserve.engines.lenient_json import count_of, read
+
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 
 
 class ResponseUsage(msgspec.Struct):
@@ -126,12 +128,23 @@ class _ResponseEvent(msgspec.Struct):
 
 
 class ResponseReader(EventReader):
-    """Reads a stream of /v1/responses."""
+    """Reads a stream of /v1/responses. sequence_number : of the last event that has passed"""
 
     marks = re.compile(rb'"type"\s*:\s*"response\.(?:created|completed|incomplete)"')
     ends = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete)"')
     opens = re.compile(rb'"type"\s*:\s*"response\.(?:created|queued|in_progress)"')
     token = b'.delta"'
+    _last = b""  # bytes that have passed
+
+    def feed(self, chunk: bytes) -> bytes:
+        if passed := super().feed(chunk):
+            self._last = passed
+        return passed
+
+    @property
+    def sequence_number(self) -> int:
+        numbers = SEQUENCE_NUMBER.findall(self._last)
+        return count_of(numbers[-1]) or 0 if numbers else 0
 
     def _read(self, event: bytes) -> None:
         told = read(_ResponseEvent, event) or _ResponseEvent()

@@ -18,7 +18,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from engines.lying import LyingEngine, http
+from engines.lying import Answering, LyingEngine, http
 from front import Front, StartFront, until
 from npm_clients import from_npm
 from pydantic import SecretStr
@@ -28,6 +28,7 @@ from llmserve.api.keep_alive import comment_of, error_of_body
 from llmserve.cluster.places import Place
 from llmserve.engines.event_stream import PARTIAL_BYTES_MAX, UsageFilter
 from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.engines.fake_answer import FakeAnswer, events
 from llmserve.settings import LiveConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -49,7 +50,7 @@ def comments(stream: bytes) -> list[str]:
 
 def data(stream: bytes) -> list[Any]:
     """The events by the rules of the standard: blocks between empty lines, without their comments."""
-    blocks = [re.sub(rb"(?m)^:.*\n?", b"", block) for block in stream.split(b"\n\n")]
+    blocks = [re.sub(rb"(?m)^(?::|event:).*\n?", b"", block) for block in stream.split(b"\n\n")]
     texts = [block.removeprefix(b"data: ") for block in blocks if block]
     return [text if text == b"[DONE]" else json.loads(text) for text in texts]
 
@@ -127,6 +128,105 @@ async def test_clients_read_streams_with_comments_as_those_without(
             assert [bool(comments(answer.raw)) for answer in tap.answers] == [keep_alive_s > 0] * streams
     assert told[0] == told[1]
     assert [piece for piece in told[0] if piece] == ["tok "] * 5 * streams
+
+
+# ---- signs of life for clients that count events ----
+
+
+def slow_stream(*parts: bytes) -> Answering:
+    """The parts of a stream, each after a silence."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        for part in parts:
+            await asyncio.sleep(0.4)
+            writer.write(part)
+            await writer.drain()
+
+    return answer
+
+
+def parts_of(path: str) -> tuple[bytes, bytes]:
+    """A stream of two tokens, cut behind the first one."""
+    opening, token, closing = events(FakeAnswer("fake", path, 2, 3, id="resp-1"))
+    return opening + token, token.replace(b'"sequence_number":4', b'"sequence_number":5') + closing
+
+
+async def lines_of(front: Front, path: str, agent: str = "a client", **fields: Any) -> list[str]:
+    async with front.post(path, {"user-agent": agent}, stream=True, **fields) as response:
+        return (await response.read()).decode().splitlines()
+
+
+async def test_messages_that_wait_get_pings(start_front: StartFront) -> None:
+    async with LyingEngine(slow_stream(*parts_of("/v1/messages")), closes=True) as engine:
+        front = await start_front(engine.url, **SOON)
+        lines = await lines_of(front, "/v1/messages", max_tokens=5)
+    pings = [place for place, line in enumerate(lines) if line == "event: ping"]
+    assert all(lines[place + 1] == 'data: {"type": "ping"}' and lines[place - 1] == ": running" for place in pings)
+    begun = lines.index("event: message_start")
+    assert min(pings) < begun < max(pings), "before and within the answer"
+
+
+@pytest.mark.parametrize(("agent", "early"), [("OpenAI/Python 3.54.0", False), ("codex_cli_rs/0.144.4 (Linux)", True)])
+async def test_responses_that_wait_get_an_event_where_the_client_takes_it(
+    agent: str, early: bool, start_front: StartFront
+) -> None:
+    async with LyingEngine(slow_stream(*parts_of("/v1/responses")), closes=True) as engine:
+        front = await start_front(engine.url, **SOON)
+        lines = await lines_of(front, "/v1/responses", agent, input="hello")
+    alive = [place for place, line in enumerate(lines) if line == "event: keepalive"]
+    begun = lines.index("event: response.created")
+    assert (min(alive) < begun) is early
+    assert any(line.startswith(": ") for line in lines[:begun])
+    told = [json.loads(lines[place + 1].removeprefix("data: ")) for place in alive]
+    before, within = (
+        [told[0]] if early else [],
+        [event for event, place in zip(told, alive, strict=True) if place > begun],
+    )
+    assert before in ([], [{"type": "keepalive", "sequence_number": 0}])
+    assert within[0] == {"type": "keepalive", "sequence_number": 4}, "of the event before"
+
+
+async def response_pieces(url: str) -> list[Any]:
+    stream = await client(url).responses.create(model="fake", input="hello", stream=True)
+    return [event.delta async for event in stream if event.type == "response.output_text.delta"]
+
+
+async def response_helper_pieces(url: str) -> list[Any]:
+    """The helper insists on `response.created` as the first event."""
+    async with client(url).responses.stream(model="fake", input="hello") as stream:
+        pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        assert (await stream.get_final_response()).output_text == "".join(pieces)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("pieces", "path"),
+    [
+        (response_pieces, "/v1/responses"),
+        (response_helper_pieces, "/v1/responses"),
+        (anthropic_pieces, "/v1/messages"),
+        (openai_pieces, "/v1/chat/completions"),
+    ],
+)
+async def test_official_clients_take_signs_of_life_before_and_within_an_answer(
+    pieces: Callable[[str], Awaitable[list[Any]]], path: str, start_front: StartFront
+) -> None:
+    async with LyingEngine(slow_stream(*parts_of(path)), closes=True) as engine, AsyncExitStack() as stack:
+        front = await start_front(engine.url, **SOON)
+        tap = await stack.enter_async_context(tapping(lambda _: front.url))
+        assert [piece for piece in await pieces(tap.url) if piece] == ["tok ", "tok "]
+        assert len(comments(tap.answers[0].raw)) >= 2
+
+
+async def test_a_comment_behind_an_event_with_an_id_is_no_event(start_front: StartFront) -> None:
+    """OpenAI's client takes each empty line behind an id for the end of an event, whose data is then no JSON."""
+    first, second = parts_of("/v1/chat/completions")
+    async with LyingEngine(slow_stream(b"id: 7\n" + first, second), closes=True) as engine:
+        front = await start_front(engine.url, **SOON)
+        _, raw = await read(front)
+        assert [piece for piece in await openai_pieces(front.url) if piece] == ["tok ", "tok "]
+    assert re.search(rb"\n\n: running\n(?:: running\n)*data: ", raw)
 
 
 async def test_a_quick_refusal_keeps_its_status(start_front: StartFront) -> None:

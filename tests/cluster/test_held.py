@@ -74,8 +74,8 @@ async def test_requests_wait_for_an_engine_that_was_never_up_and_its_models_deci
     served, missing = (asyncio.ensure_future(front.post(model=model).__aenter__()) for model in ("fake", "other"))
     stream = asyncio.ensure_future(front.post(stream=True, max_tokens=3).__aenter__())
     await until(lambda: front.cluster.scheduler.waiting == 3)
-    begun = await (await stream).content.readuntil(b"\n\n")
-    assert begun == b": position 2, waiting for an engine\n\n"
+    begun = await (await stream).content.readuntil(b"\n")
+    assert begun == b": position 2, waiting for an engine\n"
     async with FakeEngine(step_s=0.0, port=port):
         assert (await served).status == 200
         error = (await (await missing).json())["error"]
@@ -94,7 +94,7 @@ async def test_a_held_stream_that_waited_in_vain_ends_with_an_event_and_a_whole_
     async with front.post() as whole, front.post(stream=True) as stream:
         assert (whole.status, (await whole.json())["error"]["code"]) == (503, "no_engine")
         assert int(whole.headers["retry-after"]) >= 1
-        event, done, _ = re.sub(rb"(?m)^:.*\n\n", b"", await stream.read()).split(b"\n\n")
+        event, done, _ = re.sub(rb"(?m)^:.*\n", b"", await stream.read()).split(b"\n\n")
         assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "no_engine"
         assert (stream.status, done) == (200, b"data: [DONE]")
 
