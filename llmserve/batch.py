@@ -19,10 +19,10 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -34,8 +34,14 @@ from llmserve.errors import ConfigError, NoAnswer
 from llmserve.jobs.file_rows import read_input
 from llmserve.settings import Config
 
+if TYPE_CHECKING:
+    from llmserve.cluster.live import LiveCluster
+
 ANSWER_S = 10.0
 PLAIN_EVERY_S = 10.0  # between lines of progress without a terminal
+MODELS_SHOWN = 5
+COLUMNS = ("batch", "status", "window", "done", "failed", "lines")  # of a list of batches
+WIDTH_MAX = 1000  # of the list
 INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 
 
@@ -98,10 +104,11 @@ async def run_file(config: Config, path: Path, lines: Any, output: Path, errors:
         async with AsyncExitStack() as stack:
             cluster, _, _ = await start_cluster(config, stack, Reloader(config))
             cluster.start()
-            while not any(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
-                await asyncio.sleep(0.1)
-            slots = sum([engine.info.slots for engine in cluster.scheduler.engines.values()])
-            with progress(file_run):
+            with progress(file_run, cluster):
+                while not any(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
+                    await asyncio.sleep(0.1)
+                check_models(file_run.models, cluster)
+                slots = sum([engine.info.slots for engine in cluster.scheduler.engines.values()])
                 await file_run.run(cluster, slots=slots, barrier=config.barrier)
     print(f"{file_run.total} lines are done, {file_run.failed} have failed", file=sys.stderr)
     if file_run.failed:
@@ -109,8 +116,17 @@ async def run_file(config: Config, path: Path, lines: Any, output: Path, errors:
     return 1 if file_run.failed else 0
 
 
+def check_models(models: Collection[str], cluster: LiveCluster) -> None:
+    """Raise NoAnswer if no line can run, for no engine has or will have one of these models. "": none is named"""
+    known = cluster.models
+    if models and not any(not model or model in known or cluster.fleet.may_come(model) for model in models):
+        engines = [f"{name} has {', '.join(sorted(handle.models))}" for name, handle in cluster.fleet.handles.items()]
+        wanted = ", ".join([repr(model) for model in sorted(models)[:MODELS_SHOWN]])
+        raise NoAnswer(f"no engine serves model {wanted}; {'; '.join(engines)}")
+
+
 @contextmanager
-def progress(file_run: Any) -> Iterator[None]:
+def progress(file_run: Any, cluster: LiveCluster) -> Iterator[None]:
     """Show the progress: a bar in a terminal, otherwise a line every PLAIN_EVERY_S seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -124,6 +140,8 @@ def progress(file_run: Any) -> Iterator[None]:
         while True:
             left_s = file_run.seconds_left()
             words = f"{file_run.failed} failed, {'?' if left_s is None else f'{left_s:.0f} s'} left"
+            if waits := file_run.waits_for(cluster):
+                words += f"; {waits}"
             if bar is not None:
                 bar.update(task, completed=file_run.done, description=words)
             else:
@@ -163,9 +181,9 @@ class Page(msgspec.Struct):
 
 def show_all(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table, after = Table("batch", "status", "window", "done", "failed", "lines"), ""
+    table, after = Table(*[Column(name, no_wrap=True) for name in COLUMNS]), ""
     while True:
         query = f"?limit=100&after={quote(after, safe='')}" if after else "?limit=100"
         try:
@@ -179,7 +197,10 @@ def show_all(args: argparse.Namespace) -> int:
         if not page.has_more or not page.data:
             break
         after = page.data[-1].id
-    Console().print(table)
+    console = Console()
+    whole = console.measure(table, options=console.options.update(width=WIDTH_MAX)).maximum
+    console.width = max(console.width, whole)  # a narrow terminal breaks lines; an ID that is cut has no use
+    console.print(table)
     return 0
 
 

@@ -9,15 +9,18 @@ from pathlib import Path
 import msgspec
 
 from llmserve.api.endpoints import BATCH_PATHS
+from llmserve.engines.lenient_json import read
 from llmserve.errors import ConfigError
-from llmserve.jobs.lines import read_line
+from llmserve.jobs.lines import other_encoding, read_line
+from llmserve.json_text import fault_of, is_too_deep, without_bom
 
 SHOWN_MOST = 20  # bad lines that a message names
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """The fields of a body that limit its answer."""
+class _Body(msgspec.Struct, frozen=True):
+    """The fields of a body that the run needs: its model, and what limits its answer."""
 
+    model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -28,20 +31,21 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Numbered(msgspec.Struct, frozen=True):
-    """A line of the file: where it begins, how many bytes it has, and the most tokens of its answer, if it says so."""
+    """A line of the file.
+
+    offset : where it begins.  size : its bytes.  tokens_max : the most tokens of its answer, if it says so
+    model : that it names; "": none
+    """
 
     custom_id: str
     offset: int
     size: int
     tokens_max: int | None
+    model: str = ""
 
 
 class _Result(msgspec.Struct):
     custom_id: str
-
-
-_LIMITS = msgspec.json.Decoder(Limits)
-_RESULT = msgspec.json.Decoder(_Result)
 
 
 def read_input(path: Path) -> list[Numbered]:
@@ -50,19 +54,24 @@ def read_input(path: Path) -> list[Numbered]:
     bad: list[str] = []
     seen: dict[str, int] = {}
     for number, offset, data in _lines(path):
+        if number == 1 and (encoding := other_encoding(data)):
+            raise ConfigError(f"{path} is {encoding}: write it as UTF-8")
         try:
             line = read_line(data)
-            limits = _LIMITS.decode(line.body)
-        except msgspec.MsgspecError as error:
+        except msgspec.ValidationError as error:
             bad.append(f"line {number}: {error}")
             continue
+        except msgspec.DecodeError as error:
+            bad.append(f"line {number}: {error if is_too_deep(data) else fault_of(without_bom(data), error).message}")
+            continue
+        body = read(_Body, bytes(line.body)) or _Body()
         if line.method != "POST" or line.url not in BATCH_PATHS:
             bad.append(f"line {number}: {line.method} {line.url}: only POST to {', '.join(BATCH_PATHS)} is possible")
         elif line.custom_id in seen:
             bad.append(f"line {number}: its custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}")
         else:
             seen[line.custom_id] = number
-            lines.append(Numbered(line.custom_id, offset, len(data), limits.tokens))
+            lines.append(Numbered(line.custom_id, offset, len(data), body.tokens, body.model or ""))
     if bad:
         more = [f"and {len(bad) - SHOWN_MOST} more"] if len(bad) > SHOWN_MOST else []
         raise ConfigError("\n  ".join([f"{path} has bad lines; nothing was run:", *bad[:SHOWN_MOST], *more]))
@@ -93,10 +102,10 @@ def results_of(path: Path) -> list[str]:
     for number, offset, data in _lines(path):
         if not data.endswith(b"\n"):
             break
-        try:
-            done.append(_RESULT.decode(data).custom_id)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path} is no file of results: line {number}: {error}") from error
+        result = read(_Result, data)
+        if result is None:
+            raise ConfigError(f"{path} is no file of results: line {number} has no custom_id")
+        done.append(result.custom_id)
         end = offset + len(data)
     if end < path.stat().st_size:
         os.truncate(path, end)

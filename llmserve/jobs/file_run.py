@@ -7,6 +7,7 @@ has a result. The lines are those of one job without a window: with nobody besid
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -18,22 +19,26 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from llmserve.api.aliases import of_only_model
 from llmserve.api.bodies import BodyLimits
 from llmserve.api.parse import CallParser
 from llmserve.cluster.answer_forms import COMPLETION
+from llmserve.cluster.fitting import check_served
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import ConfigError, RequestError
 from llmserve.jobs.feeding import Feeder, Shapes, arranged
 from llmserve.jobs.file_rows import Numbered, results_of
-from llmserve.jobs.lines import answer_row, answer_tokens, read_line, refusal_row, row_id
+from llmserve.jobs.lines import answer_row, answer_tokens, line_of, refusal_row, row_id
+from llmserve.jobs.refusals import BUSY, is_final, reason_of
 from llmserve.request import Call
+
+log = logging.getLogger("llmserve")
 
 JOB = "file"
 SAFE_S = 1.0  # results are forced to the disk so often
-TRIES_MOST, PAUSE_S = 3, 1.0  # of a line that the engine could not take, and between them
+MODELS_MAX = 256  # that are told apart
 UNKNOWN_TOKENS = 256.0  # forecast of an answer before the first one has ended
-PASSING = ("no_engine", "queue_full", "draining")  # refusals that are no fault of the line
 
 
 class Results:
@@ -80,13 +85,29 @@ class FileRun:
         ended = {numbers[custom_id] for custom_id in (*completed, *failed)}
         self._left = [number for number in range(len(lines)) if number not in ended]
         self._results = Results(output, errors)
-        self._tries: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
         self._changed = asyncio.Event()
         self._trouble: OSError | None = None
-        self._paused_until_s = 0.0
         self._slots = 0
         self._parser = CallParser(BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30)))
         self._feeder = Feeder(slots=lambda model: self._slots)
+
+    @property
+    def models(self) -> set[str]:
+        """That lines name which have no result yet; "": none is named."""
+        return {self._lines[number].model for number in self._left}
+
+    def waits_for(self, cluster: LiveCluster) -> str:
+        """What lines wait for that cannot run now, in words; "": nothing."""
+        if not any(cluster.engines_ready.values()):
+            return f"waiting for {', '.join(cluster.engines_ready)}"
+        now_s, waits = time.monotonic(), []
+        for lane in self._feeder.lanes:
+            if lane.model and not cluster.fleet.is_up(lane.model):
+                waits.append(f"no engine of {lane.model!r} is up")
+            elif (why := lane.why_parked(now_s)) is not None:
+                waits.append(f"{lane.model!r}: {why}")
+        return ", ".join(waits)
 
     def seconds_left(self) -> float | None:
         """None before the first answer."""
@@ -99,8 +120,13 @@ class FileRun:
         """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
         self._slots = slots
         tokens = [float(self._lines[number].tokens_max or UNKNOWN_TOKENS) for number in self._left]
-        shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), np.zeros(len(tokens), np.uint64))
-        self._feeder.add(JOB, float("inf"), arranged(shapes, barrier=barrier, slots=slots))
+        models = ["", *sorted(self.models - {""})[:MODELS_MAX]]
+        places = {model: place for place, model in enumerate(models)}
+        of_models = np.array([places.get(self._lines[number].model, 0) for number in self._left], np.uint16)
+        prefixes = np.zeros(len(tokens), np.uint64)
+        shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), prefixes, of_models)
+        lines = arranged(shapes, barrier=barrier, slots=slots)
+        self._feeder.add(JOB, float("inf"), lines, models=models)
         try:
             with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
                 while self.done < self.total:
@@ -117,20 +143,24 @@ class FileRun:
             self._results.close()
 
     def _submit(self, cluster: LiveCluster, source: IO[bytes]) -> None:
-        if time.monotonic() < self._paused_until_s:
-            return
         for handed in self._feeder.take(time.monotonic()):
             line = self._lines[handed.number]
             source.seek(line.offset)
             client = _Line(self, handed.number)
             try:
                 call = self._call(source.read(line.size), handed.after_tokens)
+                if not call.model:
+                    call = of_only_model(call, list(cluster.models))
+                check_served(call, cluster)
                 cluster.submit(call if call.form is COMPLETION else cluster.routes.routed(call), client)
             except RequestError as error:
                 self.refused(handed.number, error)
+            except Exception as error:
+                log.error("line %r failed", line.custom_id, exc_info=error)
+                self.refused(handed.number, RequestError("llmserve failed on this request", code="internal_error"))
 
     def _call(self, data: bytes, after_tokens: float) -> Call:
-        line = read_line(data)
+        line = line_of(data)
         call = self._parser.parse(line.url, bytes(line.body), MappingProxyType({}))
         if call.stream:
             raise RequestError("a line of a file cannot stream", code="stream_not_possible")
@@ -139,26 +169,28 @@ class FileRun:
     # ---- results ----
 
     def answered(self, number: int, head: Head) -> None:
-        if (head.status == 429 or head.status >= 500) and self._again(number):
+        if head.status in BUSY:
+            self._again(number, "engine_busy", 0.0)
             return
+        if head.status < 400 and (lane := self._feeder.lane_of(JOB, number)) is not None:
+            lane.clear()
         body = head.body or b""
         name = f"llmserve-{head.receipt.request_id}"
         row = answer_row(row_id(JOB, number), self._lines[number].custom_id, head.status, name, body)
         self._write(number, row, failed=head.status >= 400, tokens=answer_tokens(body))
 
     def refused(self, number: int, error: RequestError) -> None:
-        if (error.code in PASSING or error.status >= 500) and self._again(number, counts=error.code not in PASSING):
+        if not is_final(error, self._lost, number):
+            self._again(number, reason_of(error), error.retry_after_s or 0.0)
             return
         self._write(number, refusal_row(row_id(JOB, number), self._lines[number].custom_id, "", error), failed=True)
 
-    def _again(self, number: int, *, counts: bool = True) -> bool:
-        """Let a line wait for another try, unless it has had enough."""
-        self._tries[number] += counts
-        if self._tries[number] >= TRIES_MOST:
-            return False
+    def _again(self, number: int, reason: str, retry_after_s: float) -> None:
+        """Let a line wait for another try, and the others of its model with it."""
+        lane = self._feeder.lane_of(JOB, number)
         self._feeder.back(JOB, number)
-        self._paused_until_s = time.monotonic() + PAUSE_S
-        return True
+        if lane is not None:
+            lane.park(reason, time.monotonic(), retry_after_s)
 
     def _write(self, number: int, row: bytes, *, failed: bool, tokens: float = 0.0) -> None:
         try:

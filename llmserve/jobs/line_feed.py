@@ -23,19 +23,16 @@ from llmserve.jobs.feeding import Feeder, Forecast, arranged
 from llmserve.jobs.job import InputDamaged, Job, read_lines
 from llmserve.jobs.lines import Line, answer_row, answer_tokens, expired_row, line_of, refusal_row, row_id
 from llmserve.jobs.recorder import Recorder, Result
+from llmserve.jobs.refusals import BUSY, is_final, reason_of
 from llmserve.jobs.rows import Kind
 
 log = logging.getLogger("llmserve")
 
 LOOK_S = 0.25  # how often to look whether lines may start again
 AT_ONCE = 16  # lines that are submitted in one turn of the event loop: a few ms
-LOST_MAX = 10  # engines that a line may lose: it may be what kills them
 SEATS, PARKED_SEATS = 16, 48  # jobs whose lines are in memory: that run, and that are parked
 UNSEATED_S = 30.0  # a parked job that gave its seat away waits so long for another
 
-BUSY = (429, 503)  # statuses of engines that may take the line later
-PASSING = (401, 429, 502, 503)  # refusals that have another cause than the line
-REASONS = {"insufficient_quota": "budget", "invalid_api_key": "key_missing"}  # by the code of a refusal
 
 Outcome = Literal["completed", "failed", "expired"]
 
@@ -340,18 +337,11 @@ class LineFeed:
             del job.in_flight[number]
             job.waiting[number] = True  # the batch expires
             job.changed.set()
-        elif self._is_final(job, number, error):
+        elif is_final(error, job.lost, number):
             row = refusal_row(row_id(job.id, number), request.custom_id, request_id, error)
             self.note(job, number, row, "failed")
         else:
-            self._again(job, number, REASONS.get(error.code or "", error.code or "busy"), error.retry_after_s)
-
-    def _is_final(self, job: Job, number: int, error: RequestError) -> bool:
-        """Whether another try would end likewise. A line that failed on its engines was tried several times there."""
-        if error.code == "engine_lost":
-            job.lost[number] += 1
-            return job.lost[number] >= LOST_MAX
-        return error.status not in PASSING or error.code == "engine_failed"
+            self._again(job, number, reason_of(error), error.retry_after_s)
 
     def _again(self, job: Job, number: int, reason: str, retry_after_s: float | None) -> None:
         """Let a line wait for another try, and the others of its key and model with it."""

@@ -118,3 +118,51 @@ def test_a_run_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path: Path, eng
     assert sorted(row["custom_id"] for row in rows) == sorted(f"line {number}" for number in range(60))
     assert [row["custom_id"] for row in rows][: len(done)] == done
     assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)
+
+
+def test_a_model_that_no_engine_has_ends_a_run_at_once(
+    tmp_path: Path, engine_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = written(tmp_path / "in.jsonl", 3, model="llama3"), tmp_path / "out.jsonl"
+    assert main(["batch", "run", str(path), str(output), "--engine", engine_url]) == 1
+    assert f"no engine serves model 'llama3'; {engine_url.removeprefix('http://')} has fake" in capsys.readouterr().err
+    assert output.read_bytes() == b""
+
+
+def test_lines_of_a_model_that_no_engine_has_fail_beside_others(tmp_path: Path, engine_url: str) -> None:
+    path, output = written(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    path.write_text(path.read_text().replace('"fake"', '"llama3"', 1))
+    assert main(["batch", "run", str(path), str(output), "--engine", engine_url]) == 1
+    assert results_of(output) == ["line 1", "line 2"]
+    (row,) = map(json.loads, (tmp_path / "out.jsonl.errors").read_text().splitlines())
+    assert (row["custom_id"], row["response"]["body"]["error"]["code"]) == ("line 0", "model_not_found")
+
+
+def test_a_byte_order_mark_and_half_a_surrogate_stop_no_file_and_another_encoding_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", 2)
+    text = path.read_text()
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("How are you?", r"\ud83d", 1).encode())
+    assert [line.custom_id for line in read_input(path)] == ["line 0", "line 1"]
+    path.write_text(text, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"in\.jsonl is UTF-16: write it as UTF-8"):
+        read_input(path)
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "in.jsonl", 1)
+    path.write_text(path.read_text().replace('"fake"', '"fake", "x": ' + "[" * 990 + "]" * 990))
+    with pytest.raises(ConfigError, match="line 1: its lists and objects are nested more than 128 deep"):
+        read_input(path)
+
+
+def test_a_list_of_batches_shows_every_id_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches = [{"id": f"batch_{number:032x}", "status": "in_progress"} for number in range(3)]
+    page = json.dumps({"data": batches, "has_more": False}).encode()
+    monkeypatch.setattr("llmserve.batch.ask", lambda args, path: page)
+    for columns in ("80", "30"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["batch", "list", "--url", "http://127.0.0.1:1"]) == 0
+        shown = capsys.readouterr().out
+        assert all(batch["id"] in shown and "in_progress" in shown for batch in batches)

@@ -40,6 +40,12 @@ async def test_tables_of_a_later_version_are_refused(store_url: str) -> None:
         await database.opened(store_url)
 
 
+async def test_a_first_start_says_nothing_of_its_migrations(store_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await (await database.opened(store_url)).close()
+    assert not [record for record in caplog.records if record.name.startswith("alembic")]
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sqlite3
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from front import Front, StartFront, until
 from sqlalchemy.exc import OperationalError
 
 from llmserve.engines.fake import FakeEngine
+from llmserve.jobs import batch_store, file_store
 from llmserve.jobs.folder import Appended
 from llmserve.jobs.work_store import WorkStore
 from llmserve.serve import serving
@@ -134,3 +136,23 @@ async def test_two_servers_with_one_store_answer_for_each_others_batches(
     batch = await ended(other, batch)
     output = await rows(other, batch.output_file_id)
     assert sorted(row["custom_id"] for row in output) == sorted(f"request-{number}" for number in range(300))
+
+
+async def test_a_locked_database_is_a_refusal_that_comes_soon(
+    front: Front, client: openai.AsyncOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (batch_store, file_store):
+        monkeypatch.setattr(module, "CLIENT_WAITS_S", 0.1)
+    batch = await create(client, jsonl([request(0)]))
+    batch = await ended(client, batch)
+    locking = sqlite3.connect(tmp_path / "state" / "jobs.sqlite", isolation_level=None)
+    locking.execute("BEGIN IMMEDIATE")
+    for asked in (client.files.create(file=b"x", purpose="batch"), client.files.delete(batch.input_file_id)):
+        with pytest.raises(openai.InternalServerError, match="locked by another program") as refusal:
+            await asked
+        assert refusal.value.code == "store_unavailable"
+        assert refusal.value.response.headers["retry-after"]
+    assert (await client.batches.retrieve(batch.id)).status == "completed", "what only reads goes on"
+    locking.execute("ROLLBACK")
+    locking.close()
+    assert (await ended(client, await create(client, jsonl([request(0)])))).status == "completed"
