@@ -4,6 +4,7 @@ learners       forecasts of lengths, by model (predictor/online.py)
 scheduler      scores and lengths of answers and service times by model, for the journal's header
 engines        the slots of each, where llmserve finds them out, and its pace by model
 prompt_tokens  tokens for each character of a prompt, by model
+routes         whose each response is that engines keep (cluster/routes.py)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from llmserve.by_model import by_model
 from llmserve.cluster.learnt import engines_state, header_part, restore_engines, scheduler_saving
 from llmserve.cluster.prompt_size import PromptTokensByModel
+from llmserve.cluster.routes import Origin, Routes, origins_of
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.scheduler import Scheduler
@@ -38,6 +40,7 @@ class LearntParts:
     learners    by model; "": of every other model
     predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
     models      `learnt` of the journal's header
+    origins     whose each response is, by its id
     """
 
     config: Config
@@ -46,8 +49,9 @@ class LearntParts:
     engines: Sequence[OpenAIEngine]
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
     models: dict[str, Learnt] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
 
-    def saving(self, scheduler: Scheduler) -> Saving:
+    def saving(self, scheduler: Scheduler, routes: Routes) -> Saving:
         """Make the state of everything in slices (predictor/state.py)."""
         learners = {}
         for model, learner in self.learners.items():
@@ -56,11 +60,13 @@ class LearntParts:
         scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models)
         prompt_tokens = self.prompt_tokens.state()
         yield
+        responses = yield from routes.saving()
         return {
             "learners": learners,
             "scheduler": scheduled,
             "engines": engines_state(self.engines, scheduler),
             "prompt_tokens": prompt_tokens,
+            "routes": responses,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -78,6 +84,8 @@ class LearntParts:
         self.models.update(header_part(part(state, "scheduler"), self.config.scheduling))
         self.prompt_tokens.restore(part(state, "prompt_tokens"))
         restore_engines(self.engines, part(state, "engines"))
+        if "routes" in state:
+            self.origins.update(origins_of(state["routes"]))
 
 
 def learnt_before(

@@ -78,8 +78,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="folder in which what was learnt is kept for the next start, and written every minute and at "
-            "the end: lengths under hashes of prompts, sums of what a predictor knows of them, no text of a prompt or "
-            "an answer (default: none is kept)",
+            "the end: lengths under hashes of prompts, sums of what a predictor knows of them, which key has asked for "
+            "which response of /v1/responses, no text of a prompt or an answer (default: none is kept)",
             extra={"metavar": "DIR"},
         ),
     ] = None

@@ -132,8 +132,10 @@ async def start_cluster(
         profiles=config.dispatch.profiles(),
         prompt_tokens=learnt.prompt_tokens,
     )
+    cluster.routes.engines_are_groups = config.engines.engines_are_groups
+    cluster.routes.restore(learnt.origins)
     cluster.fleet.planned = group_plan.planned_models(config)
-    saver = Saver(kept, lambda: learnt.saving(cluster.scheduler)) if kept is not None else None
+    saver = Saver(kept, lambda: learnt.saving(cluster.scheduler, cluster.routes)) if kept is not None else None
     if saver is not None:
         stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learnt
         saver.start()

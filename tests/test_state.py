@@ -27,6 +27,7 @@ from server_process import Server, failed_start
 from bins.edges import equal_mass_edges
 from llmserve.api.parse import PREDICTED_HEADER
 from llmserve.cluster import journal
+from llmserve.cluster.routes import Origin, origins_of
 from llmserve.cluster.saving import Saver
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
@@ -553,3 +554,10 @@ async def test_a_disk_that_is_full_is_reported_once_until_it_has_room(
     assert saver.last is not None
     assert saver.last.size == len(str(disk.states[-1]))
     assert saver.failures + len(disk.states) == tried
+
+
+@pytest.mark.parametrize("rows", [None, {}, [1], [["a", "b"]], [["a", "b", 3]], [["a", "b", "c", "d"]]])
+def test_a_state_of_other_responses_is_refused_as_a_whole(rows: Any) -> None:
+    with pytest.raises(ValueError, match="responses"):
+        origins_of({"responses": rows})
+    assert origins_of({"responses": [["resp_1", "engine", "alice"]]}) == {"resp_1": Origin("engine", "alice")}

@@ -118,6 +118,7 @@ class App:
         traces: Traces | None = None,
     ) -> None:
         cluster.routes.paths = tuple(ENDPOINTS)
+        cluster.routes.has_keys = lambda: key_limits.keys.required
         self._cors = cors or None
         self._browsers = browsers
         self._unpacker = Unpacker(config.body_bytes_max)

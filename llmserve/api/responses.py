@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.authentication import Keys
+from llmserve.api.keys import DOOR
 from llmserve.cluster.live import LiveCluster
 from llmserve.headers import ENGINE_HEADER
 
@@ -30,5 +31,6 @@ class ResponseEndpoints:
         if request.url.query:
             path += f"?{quote(request.url.query, safe='=&%+,[]')}"
         body = await request.body() or None
-        engine, passed = await self._cluster.routes.pass_on(response_id, key, request.method, path, body)
+        asker = key if key != DOOR else None
+        engine, passed = await self._cluster.routes.pass_on(response_id, asker, request.method, path, body)
         return Response(passed.body, passed.status, {ENGINE_HEADER: engine}, passed.content_type)

@@ -16,7 +16,8 @@ from llmserve.cluster import routes
 from llmserve.engines.fake import FakeEngine, FakePace, Fault
 from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
-from llmserve.settings import EngineConfig, ServerConfig
+from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, ServerConfig
 
 SAID: Any = [{"role": "user", "content": "how are you"}]
 ANSWERS = {
@@ -377,6 +378,59 @@ async def test_a_response_belongs_to_its_key(start_front: StartFront, tmp_path: 
         with pytest.raises(openai.AuthenticationError):
             await client(front, "sk-eve").responses.retrieve(response.id)
         assert (await client(front, "sk-alice").responses.retrieve(response.id)).id == response.id
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+async def test_a_response_belongs_to_its_key_after_a_restart(
+    start_front: StartFront, tmp_path: Path, remembers: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-alice\nbob: sk-bob\n")
+    state = {"state": str(tmp_path / "state")} if remembers else {}
+    server = ServerConfig(port=0, api_key_file=str(keys), **state)
+    async with FakeEngine(step_s=0) as engine:
+        before = Config(server=server, engines=EngineConfig(engine=(engine.url,), slots=8))
+        async with serving(before) as (cluster, url):
+            await until(lambda: all(cluster.engines_ready.values()))
+            alice = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-alice", max_retries=0)
+            response = await alice.responses.create(model="fake", input="a")
+            await alice.close()
+        front = await start_front(engine, server=server)
+
+        async def may(key: str) -> list[bool]:
+            asked = client(front, key)
+            more: dict[str, Any] = {"model": "fake", "input": "a", "previous_response_id": response.id}
+            of_id = response.id
+            doing = (asked.responses.retrieve(of_id), asked.responses.create(**more), asked.responses.delete(of_id))
+            answers = [await asyncio.gather(one, return_exceptions=True) for one in doing]
+            return [not isinstance(answer, openai.NotFoundError) for (answer,) in answers]
+
+        assert await may("sk-bob") == [False, False, False]
+        assert await may("sk-alice") == [remembers, remembers, remembers]
+
+
+async def test_a_door_passes_on_what_its_groups_keep_and_only_to_whose_it_is(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    keys, door_key = tmp_path / "keys", tmp_path / "door"
+    keys.write_text("alice: sk-alice\nbob: sk-bob\n")
+    door_key.write_text("sk-door\n")
+    async with FakeEngine(step_s=0) as engine:
+        group = await start_front(engine, server=ServerConfig(port=0, door_key_file=str(door_key)))
+        engines = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="sk-door")
+        doors = [
+            await start_front(group.url, engines=engines, server=ServerConfig(port=0, api_key_file=str(keys)))
+            for _ in range(2)
+        ]
+        first = await client(doors[0], "sk-alice").responses.create(model="fake", input="a")
+        assert (await client(doors[0], "sk-alice").responses.retrieve(first.id)).id == first.id
+        more: dict[str, Any] = {"model": "fake", "input": "a", "previous_response_id": first.id}
+        for door in doors:  # the second has not heard of the response, but the group has
+            await client(door, "sk-alice").responses.create(**more)
+            with pytest.raises(openai.NotFoundError):
+                await client(door, "sk-bob").responses.create(**more)
+            with pytest.raises(openai.NotFoundError):
+                await client(door, "sk-bob").responses.delete(first.id)
 
 
 async def test_an_adapter_is_served_by_the_engines_that_have_loaded_it(start_front: StartFront) -> None:
