@@ -18,6 +18,7 @@ from worlds.lines import assert_line_may_start, assert_lines_may_wait
 from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S
+from llmserve.scheduling.groups import REFUSALS_MAX
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -156,11 +157,15 @@ class Life:
     """One accepted request.
 
     failed_on  engine on which the last try failed
+    refused_by engines that have declined it; refusals : tries that they were
     began      the client has received a byte of the running request
     preempted  the running request was told to make room
     """
 
-    __slots__ = ("arrived_at_s", "began", "engine", "failed_on", "gone", "preempted", "request", "tries")
+    __slots__ = (
+        *("arrived_at_s", "began", "engine", "failed_on", "gone", "preempted", "refusals", "refused_by"),
+        *("request", "tries"),
+    )
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
         self.request = request
@@ -168,7 +173,8 @@ class Life:
         self.engine: str | None = None
         self.failed_on: str | None = None
         self.gone = self.began = self.preempted = False
-        self.tries = 0
+        self.tries = self.refusals = 0
+        self.refused_by: set[str] = set()
 
 
 class Account:
@@ -333,7 +339,9 @@ class Account:
         del self._engines[event.engine].running[event.request_id]
         if event.outcome == "completed":
             self._engines[event.engine].shown_s[life.request.model] = self._now_s
-        if event.fault and event.retryable and not life.gone:
+        if event.refused and not life.gone:
+            self._declined(life, event.engine)
+        elif event.fault and event.retryable and not life.gone:
             self._back(event.request_id, event.engine, "engine_failed")
         elif event.outcome == "cancelled" and life.preempted and not life.gone:
             life.engine, life.failed_on = None, None
@@ -439,10 +447,21 @@ class Account:
         """The engine failed a request before its client saw a byte: it runs again unless its tries are used up (9)."""
         life = self._alive[request_id]
         life.engine, life.failed_on = None, engine
-        if life.tries > self._config.retries_max:
+        if life.tries - life.refusals > self._config.retries_max:
             self._expected[request_id] = reason
         else:
             self._waiting[request_id] = life
+
+    def _declined(self, life: Life, name: str) -> None:
+        """A request that an engine declines runs on another one that works, or fails when all of them have."""
+        life.engine, life.failed_on = None, name
+        life.refused_by.add(name)
+        life.refusals += 1
+        others = [e for e in self._serving(life.request.model) if e.works and e.info.name not in life.refused_by]
+        if others and len(life.refused_by) < REFUSALS_MAX:
+            self._waiting[life.request.id] = life
+        else:
+            self._expected[life.request.id] = "refused"
 
     def _end(self, request_id: int, outcome: str) -> None:
         """Each request has exactly one outcome (1)."""
@@ -609,7 +628,8 @@ class Account:
         life.engine = engine.info.name
         life.began = life.preempted = False
         life.tries += 1
-        assert life.tries <= self._config.retries_max + 1, f"request {request.id} was tried too often"  # (9)
+        tries = life.tries - life.refusals
+        assert tries <= self._config.retries_max + 1, f"request {request.id} was tried too often"  # (9)
         engine.running[request.id] = batch.id
 
     def _assert_it_may_run_there(self, request: Request, engine: Engine) -> None:
@@ -857,8 +877,9 @@ class Account:
             assert ends_s <= request.deadline_s + JUST_S, f"request {request.id} waits although it cannot be in time"
 
     def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
-        """An idle engine leaves only requests that wait to form a batch, that it failed while another engine works,
-        that cannot be in time on it, for which others make room, or that belong to another group (4).
+        """An idle engine leaves only requests that wait to form a batch, that it failed or declined while another
+        engine works, that cannot be in time on it, for which others make room, that belong to another group, or from
+        whose model it rests while another engine does not (4).
 
         A request that the engine failed may wait for memory of another engine; nothing overtakes a wait for memory.
         """
@@ -872,16 +893,28 @@ class Account:
         avoids = [  # of any group: its requests may be guests in the engine's group
             id_
             for id_, life in self._waiting.items()
-            if life.failed_on == name
+            if (life.failed_on == name or name in life.refused_by)
             and engine.info.serves(life.request.model)
             and any(other.works for other in self._members(group, life.request.model) if other is not engine)
         ]
         if avoids and not self._direct and any(other.info.tokens_max for other in self._engines.values()):
             return
-        dues_s = {id_: self._due_s(life, engine.info) for id_, life in waiting.items() if id_ not in avoids}
+        dues_s = {
+            id_: max(self._due_s(life, engine.info), self._rests_until_s(engine, life.request.model))
+            for id_, life in waiting.items()
+            if id_ not in avoids
+        }
         stuck = [id_ for id_, due_s in dues_s.items() if due_s <= self._now_s]
         assert not stuck, f"requests {stuck} wait although {name} is idle"
         assert wake_at_s <= min(dues_s.values(), default=math.inf), f"{name} will idle too long"
+
+    def _rests_until_s(self, engine: Engine, model: str) -> float:
+        """Until when the engine leaves requests of a model to others; 0 while it does not."""
+        states = self._scheduler.engines
+        until_s = states[engine.info.name].rests.until_s(model)
+        others = [other.info.name for other in self._serving(model) if other.works]
+        awake = any(states[name].rests.until_s(model) <= self._now_s for name in others)
+        return until_s if until_s > self._now_s and awake else 0.0
 
     def _due_s(self, life: Life, engine: EngineInfo) -> float:
         """When a request must start at the latest on an idle engine."""

@@ -64,6 +64,7 @@ EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expec
 SHARED_EVERY = 3  # in one world in this many, requests are of several shares
 ELSEWHERE_EVERY = 15  # in one world in this many, other schedulers have served its shares, too
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
+DECLINED_EVERY = 4  # in one world in this many, if requests fail, engines also decline some that others may run
 JOBS_EVERY = 8  # in one world in this many, some requests are lines of jobs
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 GROUPS = ("left", "right", "third", FALLBACK)
@@ -223,6 +224,8 @@ def draw(seed: int) -> World:
     engines = tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos])
     if seed % EXPECTED_EVERY == EXPECTED_EVERY - 1 and kinds & {"deaths", "hangs", "closures"}:
         engines = _expected(random.Random(f"{seed} expected"), engines, unit_s, tick_s)
+    if seed % DECLINED_EVERY == DECLINED_EVERY - 3:
+        engines = _declining(engines)
     if seed % SHARED_EVERY == SHARED_EVERY - 2:
         arrivals = _share_out(random.Random(f"{seed} shares"), arrivals)
     if seed % JOBS_EVERY == JOBS_EVERY - 3:
@@ -722,6 +725,16 @@ def _odds(rng: random.Random) -> Odds:
     )
 
 
+def _declining(engines: Sequence[EngineLife]) -> tuple[EngineLife, ...]:
+    """The engines, whose requests are also declined where they fail."""
+    return tuple(
+        [
+            replace(life, odds=replace(life.odds, kinds=(*life.odds.kinds, "declined"))) if life.odds.kinds else life
+            for life in engines
+        ]
+    )
+
+
 def draw_request_fault(rng: random.Random, odds: Odds, unit_s: float) -> RequestFault | None:
     """The fault that is injected into a starting request; None: no fault."""
     if rng.random() >= odds.request_fault:
@@ -732,6 +745,9 @@ def draw_request_fault(rng: random.Random, odds: Odds, unit_s: float) -> Request
         return RequestFault(after_s, "completed", rng.choice([0.0, 1.0, 3.0]))
     if kind == "stalled":  # the client does not read
         return RequestFault(after_s, "cancelled")
+    if kind == "declined":
+        rest_s = rng.choice([None, 0.0, 0.5 * unit_s, 20.0 * unit_s])
+        return RequestFault(after_s, "failed", retryable=True, refused=True, rest_s=rest_s)
     if kind == "bad request":
         return RequestFault(after_s, "failed")
     return RequestFault(after_s, "failed", fault=True, retryable=kind == "refused")

@@ -72,6 +72,8 @@ class RequestFault:
     output_tokens: float = 0.0
     fault: bool = False
     retryable: bool = False
+    refused: bool = False
+    rest_s: float | None = None
 
 
 class FaultyEngine:
@@ -207,6 +209,8 @@ class FaultyEngine:
             request_fault.output_tokens,
             request_fault.fault,
             request_fault.retryable,
+            refused=request_fault.refused,
+            rest_s=request_fault.rest_s,
         )
 
     # ---- ends ----

@@ -52,6 +52,8 @@ def _event(event: Event) -> str:
             return f"{'line' if request.background else 'request'} {request.id} arrives{_details(request)}"
         case RequestCancelled(request_id):
             return f"the client of request {request_id} leaves"
+        case RequestEnded(engine, request_id, _, _, _, _, _, True, rest_s):
+            return f"{engine} declines request {request_id}{'' if rest_s is None else f', and rests for {rest_s:g} s'}"
         case RequestEnded(engine, request_id, outcome, tokens, fault, retryable):
             blame = f", by the engine's fault, {'no byte' if retryable else 'some bytes'} sent" if fault else ""
             return f"{engine} ends request {request_id}: {outcome}, {tokens:g} tokens{blame}"
