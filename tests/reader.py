@@ -14,7 +14,7 @@ from llmserve.request import Call
 class Reader:
     """chunks: of a stream so far.  error: that the call failed with."""
 
-    paused = False
+    paused = listens = False
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []

@@ -448,6 +448,10 @@ class _Answer:
     def paused(self) -> bool:
         return self._exchange.paused
 
+    @property
+    def listens(self) -> bool:
+        return self._exchange.started
+
     async def writable(self) -> None:
         await self._exchange.writable()
 

@@ -190,7 +190,7 @@ class _LineAnswer:
 
     __slots__ = ("_client",)
 
-    paused = False
+    paused = listens = False
 
     def __init__(self, client: Answered) -> None:
         self._client = client

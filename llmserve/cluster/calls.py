@@ -305,6 +305,8 @@ class Forwarding:
                 if usage.stalled:
                     usage.stalled = False
                     answer.stalled()
+                    if in_flight.listens:
+                        in_flight.feed(usage.take_comments())
                 if forwarded:
                     if usage.response_id and not self._named:
                         self._named = True

@@ -78,6 +78,11 @@ class Client(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    @property
+    def listens(self) -> bool:
+        """Whether the client has got the head of a stream, although no answer has begun: comments may pass."""
+        ...
+
     def end(self) -> None: ...
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
@@ -184,6 +189,11 @@ class InFlightCall:
         """Keep an engine's error answer for the client, unless an earlier one tells the client more."""
         if self.refused is None or _use(head) <= _use(self.refused):
             self.refused = head
+
+    @property
+    def listens(self) -> bool:
+        """Whether comments may pass before the answer begins."""
+        return self._client.listens and not (self.answered or self.complete or self.gone)
 
     def feed(self, chunk: bytes) -> None:
         """Give the client bytes of a stream."""

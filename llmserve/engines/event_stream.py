@@ -126,6 +126,14 @@ class Passing:
         self.failed: ErrorObject | None = None
         self.failed_data = b""
         self._partial = self._held = b""
+        self._only_comments = True  # in what is held back
+
+    def take_comments(self) -> bytes:
+        """What is held back, if it is only comments and the like, which may pass before the answer begins."""
+        if not self._only_comments:
+            return b""
+        comments, self._held = self._held, b""
+        return comments
 
     def feed(self, chunk: bytes) -> bytes:
         """Add bytes from the engine. Returns the bytes that may go to the client now."""
@@ -185,6 +193,7 @@ class Passing:
             place += len(event)
             if not full:
                 self._held += event
+                self._only_comments = self._only_comments and says is Says.NOTHING
         return b""
 
     def _says(self, event: bytes) -> Says:

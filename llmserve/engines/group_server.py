@@ -39,6 +39,9 @@ class GroupAnswer(HttpAnswer):
         super()._read_head(response)
         self.served = _served(response)
 
+    def stalled(self) -> None:
+        """A group's comments say that the request waits in its queue."""
+
     def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
         verdict = super().judge(error, names_model=names_model)
         own = self.status in (404, 408, 429, 503)

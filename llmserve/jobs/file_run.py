@@ -209,7 +209,7 @@ class _Line:
 
     __slots__ = ("_number", "_run")
 
-    paused = False
+    paused = listens = False
 
     def __init__(self, run: FileRun, number: int) -> None:
         self._run, self._number = run, number

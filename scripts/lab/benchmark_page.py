@@ -41,7 +41,7 @@ STATIC = Path(__file__).parents[2] / "llmserve" / "api" / "static"
 class Unread:
     """A client that reads nothing."""
 
-    paused = False
+    paused = listens = False
 
     async def writable(self) -> None: ...
 

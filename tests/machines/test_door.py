@@ -17,7 +17,7 @@ from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
-from llmserve.settings import ApiConfig, EngineConfig, ServerConfig
+from llmserve.settings import ApiConfig, EngineConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
 
 DOOR_KEY = "sk-doors"
@@ -223,3 +223,21 @@ def test_a_line_that_starts_tells_what_is_left_of_its_window() -> None:
     call = Call("/v1/completions", b"", Prompt("", ""), False, slo_s=100.0, deadline_s=100.0, background=True)
     started = line_now(call, Request(1, deadline_s=100.0, background=False), now_s=70.0)
     assert (started.slo_s, started.background) == (30.0, False)
+
+
+async def test_a_stream_in_the_queue_of_a_group_hears_its_place_and_is_not_silent_for_the_door(
+    start_front: StartFront, group_server: ServerConfig
+) -> None:
+    soon = {"live": LiveConfig(probe_every_s=0.05, keep_alive_s=0.1)}
+    async with FakeEngine(step_s=0.02) as fake:
+        group = await start_front(fake, server=group_server, slots=1, **soon)
+        engines = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key=DOOR_KEY, engine_idle_s=0.4)
+        door = await start_front(engines=engines, scheduling={"order": "fffs"}, **soon)
+        first = asyncio.ensure_future(door.post(max_tokens=60, stream=True).__aenter__())
+        await until(lambda: fake.running == 1)
+        async with door.post(max_tokens=2, stream=True) as response:
+            text = await response.text()
+        (await first).close()
+    assert ": position 1" in text
+    assert text.endswith("data: [DONE]\n\n")
+    assert "error" not in text
