@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from llmserve.cluster.places import Place
+from llmserve.engines.error_objects import error_in
 
 EVENT_STREAM = "text/event-stream"
 
@@ -39,7 +40,7 @@ def error_of_body(status: int, body: bytes) -> dict[str, Any]:
         told = None
     if isinstance(told, dict) and isinstance(told.get("error"), dict):
         return told
-    message = told.get("message") if isinstance(told, dict) else None  # the form of older vLLM
-    text = message if isinstance(message, str) else body.decode(errors="replace")
+    error = error_in(body)
+    text = (error.message if error is not None else "") or body.decode(errors="replace")
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": text, "type": kind, "param": None, "code": status}}

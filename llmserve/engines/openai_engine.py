@@ -35,6 +35,7 @@ ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it co
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
 LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
 MODEL_ID_CHARS_MAX = 256
+PACKINGS = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress", b"dcb", b"dcz"))
 NOT_SERVED_SHOWN = 5  # names in a line of the log
 SHOWN_BYTES = 60  # of an answer that is none
 HEALTH_PATH = "/health"  # of vLLM, SGLang, llama.cpp, TGI, llmserve; Ollama and LM Studio have none
@@ -116,7 +117,7 @@ class HttpAnswer:
             raise auth_error(self._engine.info.name, status)
         if 300 <= status < 400 or status in (204, 205):
             raise self._unusable(f"the status {status}")
-        if response.headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
+        if _is_packed(response):
             raise self._unusable("a content-encoding that was not asked for")
         self.content_type = self._header(b"content-type") or "application/json"
         self.retry_after = self._header(b"retry-after")
@@ -171,6 +172,12 @@ class HttpAnswer:
         if error.late:
             return late_error(name, error)
         return EngineError(f"engine {name} broke off its answer: {error}", answered=error.large and self.status < 300)
+
+
+def _is_packed(response: Response) -> bool:
+    """Whether the body is packed. What servers send to keep proxies from packing, such as `none`, is no packing."""
+    told = response.headers.get(b"content-encoding")
+    return told is not None and not PACKINGS.isdisjoint([coding.strip() for coding in told.lower().split(b",")])
 
 
 def _is_plain(value: bytes) -> bool:
@@ -395,7 +402,7 @@ class OpenAIEngine:
             async with asyncio.timeout(probe_s):
                 response = await self._probes.request(opening, fresh=True)
                 try:
-                    if response.headers.get(b"content-encoding", b"identity") != b"identity":
+                    if _is_packed(response):
                         raise HttpError(f"{path} has a content-encoding that was not asked for")
                     return response.status, await response.read(bytes_max) if response.status == 200 else b""
                 finally:

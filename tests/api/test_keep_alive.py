@@ -366,6 +366,9 @@ def test_a_comment_tells_what_is_known() -> None:
     [
         (b'{"error": {"message": "m"}}', "m"),
         (b'{"object": "error", "message": "older", "code": 400}', "older"),
+        (b'{"error": "a text alone"}', "a text alone"),
+        (b'{"detail": "FastAPI"}', "FastAPI"),
+        (b'\xef\xbb\xbf{"error": {"message": "odd", "logprob": NaN}}', "odd"),
         (b"no JSON \xff", "no JSON \N{REPLACEMENT CHARACTER}"),
         (b"[" * 100_000, "[" * 100_000),
     ],

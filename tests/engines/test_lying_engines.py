@@ -65,6 +65,7 @@ CASES = (
     Case("two lengths", http(GOOD, "content-length: 5")),
     Case("a length and chunks", chunked(GOOD, headers="content-length: 5\r\n")),
     Case("gzip", http(gzip.compress(GOOD), "content-encoding: gzip"), elsewhere=False),
+    Case("a packing beside none", http(gzip.compress(GOOD), "content-encoding: identity, GZIP"), elsewhere=False),
     Case("an error in gzip", http(gzip.compress(b"{}"), "content-encoding: gzip", status="400 Bad Request")),
     Case("gzip as transfer-encoding", chunked(GOOD, headers="transfer-encoding: gzip\r\n")),
     # whole answers
@@ -168,6 +169,10 @@ HONEST = (
     ),
     Case("created", http(GOOD, status="201 Created"), 200, "done"),
     Case("content-encoding identity", http(GOOD, "content-encoding: identity"), 200, "done"),
+    *[
+        Case(f"content-encoding {coding}", http(GOOD, f"content-encoding: {coding}"), 200, "done")
+        for coding in ("none", "utf-8", "", "Identity, identity")
+    ],
     Case("an empty content-type", http(GOOD, "content-type:"), 200, "done"),
     Case("a stream", chunked(TOKEN, FINISH, DONE, headers=EVENTS), 200, "done", stream=True),
     Case("a stream without [DONE]", chunked(TOKEN, FINISH, headers=EVENTS), 200, "done", stream=True),
