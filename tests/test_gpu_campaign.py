@@ -23,7 +23,7 @@ from gpu.models import fused_llama, random_llama  # noqa: E402
 from gpu.noted import Noted  # noqa: E402
 from gpu.plans import FULL, TINY, CampaignPlan  # noqa: E402
 from gpu.shapes import PROMPT_WORDS, SHAPES, prompt_for  # noqa: E402
-from gpu.steps import BadOutput, CampaignStep, Clock, Results, in_order, planned, run_steps  # noqa: E402
+from gpu.steps import BadOutput, CampaignStep, Clock, NotYet, Results, in_order, planned, run_steps  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bins.profile import Profile  # noqa: E402
@@ -79,7 +79,7 @@ def test_what_is_done_is_not_measured_again(rehearsed: Path, tmp_path: Path) -> 
     before = {path.name: json.loads(path.read_text())["steps"] for path in (rehearsed / ON).glob("*.json")}
     again = rehearse(tmp_path, "--earlier", str(rehearsed), "--minutes", "0.2")
     assert again.returncode == 0, again.stderr
-    assert "22 of 22 steps are done" in again.stderr
+    assert "16 of 16 steps are done" in again.stderr
     assert {path.name: json.loads(path.read_text())["steps"] for path in (tmp_path / ON).glob("*.json")} == before
 
 
@@ -110,7 +110,7 @@ def test_the_parts_say_what_was_measured(rehearsed: Path) -> None:
     assert next(row for row in gains if row["bins"] == 1)["gain"] == 1.0
     saved = energy_part.savings(Results.read(folder, "energy"))
     assert [row["release"] for row in saved] == list(energy_part.RELEASES)
-    assert saved[2]["latency_target_s"] == pytest.approx(1.5 * saved[0]["latency_s_p95"], rel=1e-5)
+    assert saved[2]["latency_target_s"] == pytest.approx(energy_part.STRETCH * saved[0]["latency_s_p95"], rel=1e-5)
     assert saved[2]["plans"] >= 1
     burst = refill_part.rows(Results.read(folder, "refill"))
     assert [row["order"] for row in burst] == ["fffs", "boost"]
@@ -156,7 +156,7 @@ def test_a_clock_forty_times_too_fast_ends_the_run_in_time_with_whole_results(tm
     assert contents
     assert any("GaveWay" in why for content in contents for why in content["failed"].values())
     assert not list(tmp_path.rglob("*.new"))
-    again = rehearse(tmp_path, "--parts", "predictor")
+    again = rehearse(tmp_path, "--parts", "predictor")  # goes on where the first stopped
     assert again.returncode == 0, again.stderr
     assert "1 of 1 steps are done" in again.stderr
 
@@ -166,7 +166,10 @@ def test_the_page_says_what_was_not_measured(tmp_path: Path) -> None:
     assert page.NO_DEVICE in text
     assert "|" not in text
     Results(tmp_path / "h100", "predictor", {}, "NVIDIA H100 80GB HBM3, 80 GiB").put("x", 1)
-    assert page.page(tmp_path).count(page.NOTHING) == len(PARTS) - 1
+    (tmp_path / "h100" / "notes.md").write_text("The predictor waited for a lock.\n")
+    text = page.page(tmp_path)
+    assert text.count(page.NOTHING) == len(PARTS) - 1
+    assert "The predictor waited for a lock." in text
 
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:
@@ -254,12 +257,14 @@ def test_eight_minutes_are_enough_for_costs_bins_refill_and_the_lowest_load(tmp_
     assert two_runs < (8 + 4) * 60.0, "a second run of four minutes ends (d)"
 
 
-def test_what_failed_before_comes_after_what_was_never_tried(tmp_path: Path) -> None:
+def test_what_failed_before_comes_after_what_is_worth_nearly_as_much(tmp_path: Path) -> None:
     results = {"part": Results(tmp_path, "part", {})}
     results["part"].fail("first", RuntimeError("no luck"))
     results["part"].put("third", 3)
-    order = in_order([step("first", 1), step("second", 2, value=9), step("third", 3)], results)
-    assert [step.name for step in order] == ["second", "first"]
+    order = in_order(
+        [step("first", 1), step("last", 4, value=4), step("second", 2, value=3), step("third", 3)], results
+    )
+    assert [step.name for step in order] == ["second", "first", "last"]
 
 
 def test_the_plan_prints_what_fits_and_what_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,19 +310,18 @@ async def test_a_step_that_fails_does_not_stop_the_others(tmp_path: Path, capsys
     await run_steps([step("a", 1), step("b", ValueError("no such kernel")), step("c", 3)], results, Clock(1), Site())
     assert results["part"].steps == {"a": 1, "c": 3}
     assert results["part"].failed == {"b": "ValueError: no such kernel"}
-    assert "2 of 3, part: b: failed" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("part: b: failed after") == 2, "it is tried twice"
     again = {"part": Results(tmp_path, "part", {"seed": 0})}
     await run_steps(in_order([step("a", 9), step("b", 2)], again), again, Clock(1), Site())
     assert again["part"].steps == {"a": 1, "b": 2, "c": 3}
     assert again["part"].failed == {}
 
 
-async def test_a_step_that_would_take_too_long_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_step_that_would_take_too_long_is_left(tmp_path: Path) -> None:
     results = {"part": Results(tmp_path, "part", {})}
     left = await run_steps([step("long", 1, about_s=100), step("short", 2, about_s=10)], results, Clock(1), Site())
     assert results["part"].steps == {"short": 2}
     assert [step.name for step in left] == ["long"]
-    assert "long: left for the next run" in capsys.readouterr().err
 
 
 async def test_a_step_that_hangs_gives_way_at_its_own_deadline(tmp_path: Path) -> None:
@@ -328,10 +332,43 @@ async def test_a_step_that_hangs_gives_way_at_its_own_deadline(tmp_path: Path) -
     steps = [CampaignStep("part", "hangs", 1, 1.0, hang), step("next", 2)]
     began_s = time.monotonic()
     await run_steps(steps, results, Clock(8, pace=100.0), site)
-    assert time.monotonic() - began_s < 2.0  # twice its second and the slack, by a clock 100 times too fast: 0.22 s
+    deadline_s = steps[0].deadline_s("") / 100
+    assert 2 * deadline_s < time.monotonic() - began_s < 2 * deadline_s + 5.0
     assert results["part"].steps == {"next": 2}
-    assert "GaveWay: gave way after 0.2 s" in results["part"].failed["hangs"]
-    assert site.kills == 2
+    assert results["part"].failed["hangs"] == f"GaveWay: gave way after {deadline_s:.1f} s"
+    assert site.kills == 2 * 2  # at the deadline, and before the next step; it is tried twice
+
+
+async def test_a_step_that_needs_another_waits_for_it_and_has_not_failed(tmp_path: Path) -> None:
+    results = {"part": Results(tmp_path, "part", {})}
+    luck = iter([RuntimeError("a hiccup"), "measured"])
+
+    async def at_the_second_try() -> object:
+        if isinstance(outcome := next(luck), Exception):
+            raise outcome
+        return outcome
+
+    async def dependent() -> str:
+        if "costs" not in results["part"].steps:
+            raise NotYet("the costs are not measured")
+        return "forecast"
+
+    steps = [
+        CampaignStep("part", "costs", 1, 0.0, at_the_second_try),
+        CampaignStep("part", "bins", 2, 0.0, dependent),
+        *(step("refill", 3, value=3), step("energy", 4, value=4)),
+    ]
+    assert await run_steps(steps, results, Clock(1), Site()) == []
+    assert list(results["part"].steps) == ["refill", "costs", "bins", "energy"]
+    assert results["part"].failed == {}
+
+
+async def test_a_step_whose_need_is_never_met_is_left(tmp_path: Path) -> None:
+    results = {"part": Results(tmp_path, "part", {})}
+    steps = [step("bins", NotYet("the costs are not measured")), step("other", 1)]
+    left = await run_steps(steps, results, Clock(1), Site())
+    assert [step.name for step in left] == ["bins"]
+    assert results["part"].failed == {}
 
 
 async def test_notes_stand_beside_the_step_that_they_belong_to(tmp_path: Path) -> None:

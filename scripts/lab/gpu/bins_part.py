@@ -35,7 +35,7 @@ WINDOW = 0  # in place of a number of bins
 PREDICTED = "predicted"
 PUBLISHED = {(ORACLE, 4): 1.45, (ORACLE, 32): 1.70, (PREDICTED, 4): 1.08}  # Multi-Bin, Fig. 7 and 11, batches of 8
 WITHIN = 0.05  # of the forecast
-STEPS_S = 0.9  # estimate of a batch of 32 to its end
+BATCH_S = 0.8  # estimate of a batch of 32 to its end
 
 
 def steps(plan: CampaignPlan, machine: Machine, costs: Results) -> list[CampaignStep]:
@@ -46,7 +46,7 @@ def steps(plan: CampaignPlan, machine: Machine, costs: Results) -> list[Campaign
             PART,
             _name(size, bins, predictions),
             FIRST if size == first_size and bins in (1, first_bins, WINDOW) else REST,
-            3.0 + STEPS_S * plan.batches * (1.0 if bins == 1 else 0.7),
+            3.0 + BATCH_S * plan.batches * (1.0 if bins == 1 else 0.55),
             partial(_measure, plan, machine, costs, size, bins, predictions),
             plan.shape,
             plan.start_s[plan.shape],

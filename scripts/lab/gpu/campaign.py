@@ -73,16 +73,14 @@ async def _run(args: argparse.Namespace, plan: CampaignPlan) -> bool:
         if args.earlier is not None:
             go_on(results, args.earlier / gpu.device.key)
         steps = steps_of(args.parts, plan, gpu, results, args.predictor)
-        missing = in_order(steps, results)
-        for part in {step.part: None for step in missing}:
+        for part in {step.part for step in in_order(steps, results)}:
             results[part].begin(command_of(args), **gpu.facts)
-        left = await run_steps(missing, results, clock, gpu)
-    failed = [step for step in steps if step.name in results[step.part].failed]
-    log(f"{len(steps) - len(left) - len(failed)} of {len(steps)} steps are done: {args.output / gpu.device.key}")
-    for step in failed:
-        log(f"    failed: {step.part}: {step.name}: {results[step.part].failed[step.name]}")
-    for step in left:
-        log(f"    left: {step.part}: {step.name}")
+        await run_steps(steps, results, clock, gpu)
+    missing = in_order(steps, results)
+    failed = [step for step in missing if step.name in results[step.part].failed]
+    for step in missing:
+        log(f"    left: {step.title}" if step not in failed else f"    failed: {step.title}")
+    log(f"{len(steps) - len(missing)} of {len(steps)} steps are done: {args.output / gpu.device.key}")
     return bool(failed)
 
 
@@ -142,13 +140,13 @@ def show_plan(args: argparse.Namespace, plan: CampaignPlan) -> None:
         )
         for step in steps:
             if step not in order:
-                table.add_row(f"{step.part}: {step.name}", "", "", "done")
+                table.add_row(step.title, "", "", "done")
         total_s = 0.0
         for step, takes_s, fits in planned(order, 60 * args.minutes):
             total_s += takes_s if fits else 0.0
             again = ", failed before" if step.name in results[step.part].failed else ""
             by_then = f"{total_s / 60:.1f} min" if fits else ""
-            name = f"{step.part}: {step.name}{again}"
+            name = f"{step.title}{again}"
             table.add_row(name, f"{takes_s:.0f} s", by_then, "measured" if fits else "left")
         Console(width=None if sys.stdout.isatty() else 120).print(table)
 

@@ -65,7 +65,8 @@ def _refill(args: argparse.Namespace, noted: Noted) -> tuple[EmbeddedEngine, int
     network = refilling_model(args.shape, args.device)
     model = ObedientModel(tokenizer(args.shape), network, static=False)
     model.context_tokens = args.columns
-    manager = started_manager(network, args.batch_size_max, args.columns, args.device, graphs=not args.no_graphs)
+    graphs = not (args.no_compile or args.no_graphs)  # it compiles nothing
+    manager = started_manager(network, args.batch_size_max, args.columns, graphs=graphs)
     return RefillEngine(model, args.shape, manager, queue_max=QUEUE_MAX), args.batch_size_max
 
 

@@ -247,7 +247,7 @@ async def machine(kind: str, nvml: PretendedNvml | None = None) -> AsyncIterator
     with tempfile.TemporaryDirectory() as scratch:
         this = Machine(kind, gpu, Path(scratch))
         try:
-            async with sampling(gpu.energy):
+            async with sampling(gpu.energy if gpu.energy is not None and gpu.energy.integrates else None):
                 yield this
         finally:
             await this.stop_engine()

@@ -5,7 +5,7 @@
 
 Reads docs/results/gpu/DEVICE/*.json. Writes docs/results/gpu.md, the figures beside the results, and
 bins/profiles/DEVICE-MODEL.json, the profiles that `simulate`, `solve` and `serve` take by name. What was not measured
-has no table.
+has no table. The file docs/results/gpu/DEVICE/notes.md, written by hand, stands before the device's tables.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _of_device(folder: Path, shapes: tuple[str, ...]) -> str:
     }
     results = {part: Results.read(folder, part.PART) for part in sections}
     name = next(of.device for of in results.values() if of.device)
-    texts = [f"## {name}\n"]
+    notes = folder / "notes.md"
+    texts = [f"## {name}\n", *([f"{notes.read_text(encoding='utf-8').strip()}\n"] if notes.exists() else [])]
     for part, (title, tables) in sections.items():
         body = "\n\n".join(tables(results[part])) if results[part].steps else NOTHING
         figure = f"{part.PART}.png"
@@ -249,14 +250,13 @@ def _energy(results: Results) -> Iterator[str]:
         [
             *(f"{row['load']:g}", row["release"], f"{row['joules_per_token']:.3f}", f"{row['saved']:.0%}"),
             f"{row['forecast_saved']:.0%}",
-            f"{row['goal']:.0%}" if row["goal"] else "",
             f"{row['joules'] / row['seconds']:.0f}",
             f"{row['plan_power_w']:.0f}" if row["plan_power_w"] is not None else "",
             *(f"{row['latency_s_p95']:.2f}", f"{row['forecast_latency_s_p95']:.2f}"),
         ]
         for row in rows
     ]
-    head = ["load", "release", "J a token", "saved", "foretold", "goal", "watts", "plan's", "p95 (s)", "foretold (s)"]
+    head = ["load", "release", "J a token", "saved", "foretold", "watts", "plan's", "p95 (s)", "foretold (s)"]
     yield markdown(head, lines, right=True)
 
 

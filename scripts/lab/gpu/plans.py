@@ -48,7 +48,7 @@ class CampaignPlan:
     burst: int = 400
     loads: tuple[float, ...] = (0.1, 0.3)
     energy_s: float = 25.0
-    energy_batch: int = 8
+    energy_batch: int = 32
     prompts: int = 2000
     seed: int = 0
     start_s: Mapping[str, float] = field(default_factory=lambda: {"llama-8b": 30.0, "llama-1b": 20.0, "tiny": 5.0})
@@ -61,16 +61,16 @@ class CampaignPlan:
 FULL = CampaignPlan()
 TINY = CampaignPlan(
     shapes=("tiny",),
-    rows=((1, 2), (4,), (8,)),
+    rows=((1, 2), (4,)),
     contexts=(16, 64),
     tokens=16,
     rounds=1,
     batch_s=0.02,
     idle_s=0.2,
     answers=3,
-    tokens_max=30,
+    tokens_max=40,
     shape="tiny",
-    batch_sizes=(4, 2),
+    batch_sizes=(4,),
     bins=(2,),
     batches=4,
     lengths="lognormal:2.5,0.7,40",

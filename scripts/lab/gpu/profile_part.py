@@ -23,7 +23,7 @@ from bins.fitting import Observation
 from bins.profile import Profile
 from gpu.machine import Machine, words_of
 from gpu.plans import CampaignPlan
-from gpu.steps import CampaignStep, Results
+from gpu.steps import CampaignStep, NotYet, Results
 from llmserve.engines import measuring
 from llmserve.engines.measuring import MeasuringPlan
 from llmserve.profile import profile_of
@@ -175,10 +175,10 @@ def copied(results: Results, shape: str) -> float | None:
 
 
 def profile(results: Results, shape: str, device: str) -> Profile:
-    """The profile of one model. device : its short name.  Raises LookupError when its batches were not measured."""
+    """The profile of one model. device : its short name.  Raises NotYet when its batches were not measured."""
     measured = batches_of(results, shape)
     if measured is None:
-        raise LookupError(f"{results.path} has no batches of {shape}, from which the profile follows")
+        raise NotYet(f"the batches of {shape} are not measured, from which the profile follows")
     batches = [Observation(**batch) for batch in measured["batches"]]
     origin = (
         f"Measured by scripts/lab/gpu/campaign.py, {results.runs[0]['date']}: {shape} of random weights on "

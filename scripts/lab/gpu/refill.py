@@ -15,7 +15,8 @@ from llmserve.engines.embedded.generation import LanguageModel
 from llmserve.engines.embedded.server import EmbeddedEngine, Reply
 from llmserve.errors import RequestError
 
-REHEARSED = {"num_blocks": 64, "max_batch_tokens": 64, "block_size": 16}  # a CPU does not say what memory it has
+BLOCK = 64  # tokens that a block of the cache holds
+BATCH_TOKENS_LEAST = 512
 SILENCE_S = 60.0
 WARM_TOKENS = 64
 
@@ -26,17 +27,23 @@ def refilling_model(shape: str, device: str) -> Any:
     return model
 
 
-def started_manager(model: Any, slots: int, columns: int, device: str, *, graphs: bool) -> Any:
+def started_manager(model: Any, slots: int, columns: int, *, graphs: bool) -> Any:
     """The manager, after a first burst that fills the slots: it captures graphs and allocates its cache.
 
-    graphs : False: none, also where they could be captured. Raises RuntimeError when the burst is not answered.
+    The cache is as large as the slots need. Left to itself it would take the whole memory, and a mask as large.
+    graphs : False: none, also where transformers would capture some
+    Raises RuntimeError when the burst is not answered.
     """
-    options: dict[str, Any] = REHEARSED if device == "cpu" else {}
-    options = options if graphs else {**options, "use_cuda_graph": False}
+    options: dict[str, Any] = {} if graphs else {"use_cuda_graph": False}
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
-            max_requests_per_batch=slots, allow_block_sharing=False, **options
+            max_requests_per_batch=slots,
+            block_size=BLOCK,
+            num_blocks=slots * (columns // BLOCK + 2),
+            max_batch_tokens=max(BATCH_TOKENS_LEAST, slots * (PROMPT_WORDS + 1)),  # all prompts at once
+            allow_block_sharing=False,
+            **options,
         ),
     )
     manager.start()

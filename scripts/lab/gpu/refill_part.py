@@ -33,7 +33,7 @@ def steps(plan: CampaignPlan, machine: Machine) -> list[CampaignStep]:
             PART,
             _name(order, slots),
             FIRST if slots == plan.slots[0] else REST,
-            15.0,
+            22.0,
             partial(_measure, plan, machine, slots, order),
             f"{plan.shape}, {slots} slots refill",
             plan.start_s[plan.shape] + 5.0,

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ T = TypeVar("T")
 
 ENDING_S = 6.0  # kept back for the end of a run
 GIVING_WAY_S = 5.0  # that a step may take to end after its processes were killed
-SLACK_S = 20.0  # of a step's deadline, beside twice its estimate
+SLACK_S = 40.0  # of a step's deadline, beside twice its estimate
+FAILED_RANKS = 2.5  # that a step loses when it fails: it is tried again, but after what is worth nearly as much
+TRIES = 2  # of a step in one run
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class CampaignStep:
     measure: Callable[[], Awaitable[Any]]
     engine: str = ""
     start_s: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.part}: {self.name}"
 
     def takes_s(self, running: str) -> float:
         """About how many seconds, after a step with the engine `running`."""
@@ -162,9 +169,12 @@ class Results:
 
 
 def in_order(steps: Sequence[CampaignStep], results: Mapping[str, Results]) -> list[CampaignStep]:
-    """All steps without a result, the most valuable first. What failed before comes after what was never tried."""
-    missing = [step for step in steps if step.name not in results[step.part].steps]
-    return sorted(missing, key=lambda step: (step.name in results[step.part].failed, step.value))
+    """All steps without a result, the most valuable first. What failed has lost some ranks."""
+
+    def rank(step: CampaignStep) -> float:
+        return step.value + (FAILED_RANKS if step.name in results[step.part].failed else 0.0)
+
+    return sorted([step for step in steps if step.name not in results[step.part].steps], key=rank)
 
 
 def planned(steps: Sequence[CampaignStep], seconds: float) -> Iterator[tuple[CampaignStep, float, bool]]:
@@ -200,6 +210,10 @@ class Clock:
     def real_s(self, seconds: float) -> float:
         """Real seconds in so many of this clock."""
         return seconds / self._pace
+
+
+class NotYet(Exception):
+    """The step needs the result of another step, which is not there."""
 
 
 class GaveWay(Exception):
@@ -242,30 +256,35 @@ class Site(Protocol):
 async def run_steps(
     steps: Sequence[CampaignStep], results: Mapping[str, Results], clock: Clock, site: Site
 ) -> list[CampaignStep]:
-    """Run the steps in order while there is time. A step that fails or hangs does not stop the others.
+    """Run all steps without a result, in their order, while there is time.
 
-    Returns the steps that did not fit.
+    A step that fails or hangs does not stop the others, and is tried once more. A step that needs another's result is
+    tried again when there is a new result. Returns the steps that did not fit, or whose need was not met.
     """
-    left, running = [], ""
-    for number, step in enumerate(steps, start=1):
-        title = f"{number} of {len(steps)}, {step.part}: {step.name}"
-        takes_s = step.takes_s(running)
-        if takes_s > clock.left_s - ENDING_S:
-            log(f"{title}: left for the next run, it takes some {takes_s:.0f} s")
-            left.append(step)
-            continue
-        began_s, of = monotonic(), results[step.part]
+    running, tries, waiting, left = "", Counter[str](), set[str](), list[CampaignStep]()
+    while True:
+        order = [step for step in in_order(steps, results) if tries[step.title] < TRIES and step.title not in waiting]
+        left = [step for step in order if step.takes_s(running) > clock.left_s - ENDING_S]
+        step = next((step for step in order if step not in left), None)
+        if step is None:
+            break
+        began_s, of, takes_s = monotonic(), results[step.part], step.takes_s(running)
         deadline_s = clock.real_s(min(step.deadline_s(running), clock.left_s - ENDING_S))
         try:
-            value = await within(deadline_s, step.measure(), site.kill)
-            of.put(step.name, value, site.taken_notes())
+            of.put(step.name, await within(deadline_s, step.measure(), site.kill), site.taken_notes())
             running = step.engine
-            log(f"{title}: {monotonic() - began_s:.1f} s, some {takes_s:.0f} s expected")
+            waiting.clear()
+            log(f"{step.title}: {monotonic() - began_s:.1f} s, some {takes_s:.0f} s expected")
+        except NotYet as error:
+            waiting.add(step.title)
+            log(f"{step.title}: not yet: {error}")
         except Exception as error:  # an unknown machine may raise any exception
-            traceback.print_exc(file=sys.stderr)
+            if not isinstance(error, GaveWay):
+                traceback.print_exc(file=sys.stderr)
+            tries[step.title] += 1
             site.kill()
+            running = ""
             of.fail(step.name, error)
             notes = "".join(f"; {note}" for note in site.taken_notes())
-            running = ""
-            log(f"{title}: failed after {monotonic() - began_s:.1f} s{notes}")
-    return left
+            log(f"{step.title}: failed after {monotonic() - began_s:.1f} s: {of.failed[step.name]}{notes}")
+    return [step for step in in_order(steps, results) if step in left or step.title in waiting]
