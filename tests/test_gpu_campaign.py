@@ -150,7 +150,7 @@ def test_a_clock_forty_times_too_fast_ends_the_run_in_time_with_whole_results(tm
     """Eight minutes are twelve seconds by that clock: nearly every step meets its deadline, in mid-work."""
     began_s = time.monotonic()
     done = rehearse(tmp_path, "--minutes", "8", "--pace", "40")
-    assert time.monotonic() - began_s < 12 + 30  # imports, and the end of what was killed
+    assert time.monotonic() - began_s < 12 + 60  # imports on a busy machine, and the end of what was killed
     assert "gave way after" in done.stderr
     contents = [json.loads(path.read_text()) for path in (tmp_path / ON).glob("*.json")]
     assert contents
@@ -199,13 +199,13 @@ def run_on_machine(folder: Path, minutes: str, path: str = "") -> subprocess.Com
         env={**os.environ, "PATH": f"{path or programs}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=330,
     )
 
 
 @pytest.mark.slow
 def test_one_line_runs_a_campaign_and_brings_few_files_home(tmp_path: Path) -> None:
-    done = run_on_machine(tmp_path, "2")
+    done = run_on_machine(tmp_path, "5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 steps are done" in done.stdout
     files = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
