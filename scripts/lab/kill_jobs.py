@@ -3,6 +3,7 @@
     python scripts/lab/kill_jobs.py --kills 200 --output docs/results/jobs-killed.json
     python scripts/lab/kill_jobs.py --kills 50 --store postgresql --output docs/results/jobs-killed-postgresql.json
     python scripts/lab/kill_jobs.py --kills 50 --victim engine --output docs/results/jobs-killed-engine.json
+    python scripts/lab/kill_jobs.py --kills 50 --damage --output docs/results/jobs-killed-damaged.json
 
 Engine and front-end are processes of their own. The engine writes down each request that it begins. Each job has
 several kills; after each kill the results that are safe are read from the store. The laws:
@@ -11,6 +12,10 @@ several kills; after each kill the results that are safe are read from the store
 * a line whose result was safe at a kill is never executed again;
 * between two kills no line is executed twice: so a line is executed again at most once for each kill, and only if it
   was in flight.
+
+With --damage another job runs beside each, and after the first kill its input, its index or its output is cut, removed,
+or changed. The laws above hold for the first job as if nothing had happened; the other ends `completed` when its index
+was hurt, else `failed` with a reason (or as it had already ended), and has no line twice.
 
 Front-ends are forked from a process that has imported the program, because imports take most of a start.
 
@@ -47,7 +52,7 @@ from sqlalchemy import select
 from llmserve.engines.fake import FakeEngine
 from llmserve.jobs.database import opened, sqlite_url
 from llmserve.jobs.lines import number_of
-from llmserve.jobs.tables import parts, segments
+from llmserve.jobs.tables import batches, parts, segments
 
 LINES, SLOTS, STEP_S, TOKENS = 500, 16, 0.02, 3  # without kills a job takes two seconds
 KILLS_PER_JOB_MAX = 6
@@ -67,6 +72,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=LINES, help=f"lines of each job (default: {LINES})")
     parser.add_argument("--victim", choices=("front-end", "engine"), default="front-end")
     parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.add_argument("--damage", action="store_true", help="damage a file of another job at each first kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
@@ -79,7 +85,7 @@ def main() -> int:
             result = {"arguments": sys.argv[1:], **summary(jobs), "seconds": seconds, "jobs": jobs}
             write_json(args.output, {**result, "machine": machine()})
 
-    jobs = asyncio.run(campaign(args.kills, args.lines, args.victim, args.store, args.seed, keep))
+    jobs = asyncio.run(campaign(args.kills, args.lines, args.victim, args.store, args.seed, keep, damage=args.damage))
     log(summary(jobs))
     return 0
 
@@ -103,6 +109,8 @@ async def campaign(
     store: str,
     seed: int,
     keep: Callable[[list[dict[str, Any]]], None] = lambda jobs: None,
+    *,
+    damage: bool = False,
 ) -> list[dict[str, Any]]:
     """Run jobs until so many kills have happened. Raises AssertionError when a law is violated.
 
@@ -113,15 +121,19 @@ async def campaign(
         async with _world(Path(home), url, victim) as world:
             while (left := kills - sum(job["kills"] for job in jobs)) > 0:
                 wanted = min(left, drawn.randint(1, KILLS_PER_JOB_MAX))
-                jobs.append(await _job(world, lines, wanted, drawn, first=len(jobs) * lines))
+                jobs.append(await _job(world, lines, wanted, drawn, first=2 * len(jobs) * lines, damage=damage))
                 keep(jobs)
     return jobs
 
 
-async def _job(world: World, lines: int, kills: int, drawn: random.Random, first: int) -> dict[str, Any]:
+async def _job(
+    world: World, lines: int, kills: int, drawn: random.Random, first: int, *, damage: bool
+) -> dict[str, Any]:
     """One job with some kills. first : number of its first line; no two lines of a campaign have one number"""
     numbers = range(first, first + lines)
+    hurt_id = await world.create(range(first + lines, first + 2 * lines)) if damage else None
     batch_id = await world.create(numbers)
+    hurt: str | None = None
     lives: list[Counter[int]] = []
     safe: list[set[int]] = []
     for _ in range(kills):
@@ -131,6 +143,8 @@ async def _job(world: World, lines: int, kills: int, drawn: random.Random, first
         if await world.has_ended(batch_id):
             break
         await world.kill()
+        if hurt_id is not None and hurt is None:
+            hurt = await world.damage(hurt_id, drawn)
         safe.append({first + number for number in await world.safe(batch_id)})
         lives.append(world.executed(numbers))
         await world.start_again()
@@ -140,9 +154,31 @@ async def _job(world: World, lines: int, kills: int, drawn: random.Random, first
     assert batch.status == "completed", batch
     delivered = Counter(await world.output(batch))
     assert delivered == Counter([f"line-{number}" for number in numbers]), "lines are lost, or delivered twice"
+    told = {"damaged": hurt, "ended": await _end_of_hurt(world, hurt_id, hurt)} if hurt_id is not None else {}
     executions = sum(lives, Counter())
     again = sum(count - 1 for count in executions.values())
-    return {"lines": lines, "kills": len(safe), "executed_again": again, "safe_at_kills": [len(one) for one in safe]}
+    return {
+        "lines": lines,
+        "kills": len(safe),
+        "executed_again": again,
+        "safe_at_kills": [len(one) for one in safe],
+        **told,
+    }
+
+
+async def _end_of_hurt(world: World, batch_id: str, hurt: str | None) -> str:
+    """How the job ended of which a file was damaged. hurt : what was done to it; None: nothing could be"""
+    batch = await world.ended(batch_id)
+    codes = [error.code for error in batch.errors.data] if batch.errors else []
+    if hurt is None or hurt.startswith("index"):
+        assert batch.status == "completed", (hurt, batch)
+    elif batch.status != "completed":
+        assert (batch.status, codes) in [("failed", ["input_damaged"]), ("failed", ["results_damaged"])], (hurt, batch)
+    delivered = (
+        Counter(await world.output(batch)) if batch.output_file_id and batch.status == "completed" else Counter()
+    )
+    assert all(count == 1 for count in delivered.values()), "lines of the damaged job are delivered twice"
+    return f"{batch.status} {' '.join(codes)}".strip()
 
 
 def _check_lives(lives: list[Counter[int]], safe: list[set[int]]) -> None:
@@ -286,6 +322,35 @@ class World:
                     return
                 await asyncio.sleep(0.005)
 
+    async def damage(self, batch_id: str, drawn: random.Random) -> str | None:
+        """Damage one of the files of a job while no front-end lives. Says what was done; None: nothing."""
+        database = await opened(self.url)
+        try:
+            async with database.read() as connection:
+                source = select(parts.c.name).join(batches, parts.c.file_id == batches.c.input_file_id)
+                (name,) = (await connection.execute(source.where(batches.c.id == batch_id))).one()
+                written = select(segments.c.name).where(segments.c.batch_id == batch_id, segments.c.kind == "output")
+                outputs = list((await connection.execute(written)).scalars())
+        finally:
+            await database.close()
+        folder = self.home / "state" / "jobs"
+        files = {"input": [folder / name], "index": [*folder.glob(f"{name}*.index")]}
+        files["output"] = [folder / output for output in outputs]
+        kind = drawn.choice([kind for kind, paths in files.items() if paths])
+        how = drawn.choice(["cut", "gone", "changed"])
+        path = files[kind][0]
+        data = bytearray(path.read_bytes())
+        if not data:
+            return None
+        if how == "gone":
+            path.unlink()
+        elif how == "cut":
+            path.write_bytes(data[: drawn.randrange(len(data))])
+        else:
+            data[drawn.randrange(len(data))] ^= 1 << drawn.randrange(8)
+            path.write_bytes(data)
+        return f"{kind} {how}"
+
     async def safe(self, batch_id: str) -> set[int]:
         """Numbers of the lines, within the job, whose results count."""
         database = await opened(self.url)
@@ -300,7 +365,8 @@ class World:
         finally:
             await database.close()
         mark = f'{{"id":"batch_req_{batch_id.removeprefix("batch_")}_'.encode()
-        texts = [(self.home / "state" / "jobs" / name).read_bytes()[:size] for name, size in found]
+        folder = self.home / "state" / "jobs"  # a file of another job may have been removed
+        texts = [(folder / name).read_bytes()[:size] for name, size in found if (folder / name).exists()]
         return {number_of(row, batch_id) for text in texts for row in text.splitlines() if row.startswith(mark)}
 
 

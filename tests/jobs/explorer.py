@@ -9,6 +9,7 @@ two of its statements. After the trouble everything is repaired, and the laws be
 * A line whose result is safe is not executed again.
 * request_counts are the rows of the files.
 * The bytes of every file are there.
+* An index that is damaged is made again: nobody sees the difference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
-from llmserve.errors import EngineFailed, RequestError, Unavailable
+from llmserve.errors import EngineFailed, RateLimited, RequestError, Unauthorized, Unavailable
 from llmserve.jobs import line_index
 from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.contract import ACTIVE, CHANGES, BatchRow, NewBatch
@@ -258,6 +259,7 @@ class Door:
             if cancelled or self._server.dead:
                 return
             errors: list[RequestError] = [EngineFailed("lost", code="engine_lost"), Unavailable("no engine")]
+            errors += [RateLimited("spent", code="insufficient_quota", retry_after_s=9.0), Unauthorized("no such key")]
             if world.drawn.random() < 0.1 * world.wild:
                 client.refused(world.drawn.choice(errors), "r")
             else:
@@ -314,6 +316,7 @@ class World:
     async def _step(self) -> None:
         alive = [server for server in self.servers if not server.dead]
         kinds = [self._create, self._create, self._cancel, self._delete, self._kill, self._start_another, self._tidy]
+        kinds.append(self._damage_index)
         kind = self.drawn.choice(kinds)
         if not alive:
             kind = self._start_another
@@ -385,6 +388,16 @@ class World:
         if ids := self._rows("SELECT id FROM files WHERE purpose = 'batch' ORDER BY seq"):
             (file_id,) = self.drawn.choice(ids)
             server.folder.remove(await server.files.delete_file(KEY, file_id))
+
+    async def _damage_index(self) -> None:
+        """Change, cut or remove an index, which can be made again."""
+        indexes = sorted((self.home / "files").glob("*.index"), key=lambda path: path.stat().st_size)
+        if indexes:
+            path = self.drawn.choice(indexes)
+            data = bytearray(path.read_bytes())
+            place = self.drawn.randrange(max(1, len(data)))
+            data[place : place + 1] = bytes([self.drawn.randrange(256)])
+            path.write_bytes(self.drawn.choice([data, data[:place], b""]))
 
     async def _tidy(self) -> None:
         server = self._alive()

@@ -16,3 +16,8 @@ async def test_jobs_survive_kill_9(victim: str, store: str, request: pytest.Fixt
         request.getfixturevalue("postgres")  # skips without PostgreSQL
     jobs = await kill_jobs.campaign(kills=4, lines=200, victim=victim, store=store, seed=3)
     assert sum(job["kills"] for job in jobs) == 4
+
+
+async def test_damage_to_a_job_leaves_the_others_as_they_are() -> None:
+    jobs = await kill_jobs.campaign(kills=4, lines=200, victim="front-end", store="sqlite", seed=5, damage=True)
+    assert sum(job["kills"] for job in jobs) == 4

@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
@@ -201,3 +203,44 @@ async def test_parked_batches_give_their_places_in_memory_to_others(
             assert sorted([row["custom_id"] for row in await rows(client, done.output_file_id)]) == sorted(
                 f"request-{number}" for number in range(20)
             )
+
+
+ANSWERS = {
+    "an absurd count": b'{"choices":[],"usage":{"completion_tokens":1' + b"0" * 400 + b"}}",
+    "deep nesting": b'{"choices":' + b"[" * 985 + b"]" * 985 + b"}",
+    "no JSON": b"<html>busy</html>",
+    "numbers that JSON has not": b'{"choices":[{"logprob":-Infinity,"x":NaN}]}',
+    "half a surrogate": rb'{"choices":[{"message":{"content":"\ud83d"}}]}',
+    "a control character": b'{"choices":[{"message":{"content":"\x01"}}]}',
+    "nothing": b"",
+    "500": b"",
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_whatever_an_engine_answers_a_line_has_one_row_and_runs_as_often_as_online(
+    start_front: StartFront, tmp_path: Path, kind: str
+) -> None:
+    runs = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal runs
+        runs += 1
+        await request.read()
+        return web.Response(status=500 if kind == "500" else 200, body=ANSWERS[kind], content_type="application/json")
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake"}]})
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/v1/models", models), web.get("/health", models), web.post("/v1/chat/completions", answer)]
+    )
+    async with TestServer(app) as engine:
+        url = str(engine.make_url("")).rstrip("/")
+        front = await start_front(url, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(front.url)
+        done = await ended(client, await create(client, lines(1)))
+        found = await rows(client, done.output_file_id) + await rows(client, done.error_file_id)
+    assert (done.status, [row["custom_id"] for row in found]) == ("completed", ["request-0"])
+    assert runs <= 3
