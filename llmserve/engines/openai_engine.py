@@ -35,6 +35,7 @@ ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it co
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
 LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
 MODEL_ID_CHARS_MAX = 256
+PATHS_TRIES_MAX = 3  # to read the description of a server's endpoints
 PACKINGS = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress", b"dcb", b"dcz"))
 NOT_SERVED_SHOWN = 5  # names in a line of the log
 SHOWN_BYTES = 60  # of an answer that is none
@@ -251,6 +252,7 @@ class OpenAIEngine:
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
         self._paths: frozenset[str] | None = None
+        self._paths_tries = 0  # that brought none
         self._paths_of: tuple[ServedModel, ...] | None = None  # models whose endpoints are `_paths`; None: not read
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
@@ -346,9 +348,8 @@ class OpenAIEngine:
             begin = printable(body[:SHOWN_BYTES].decode(errors="replace"))
             raise EngineError(f"engine {name}: /v1/models is not a list of models, but begins with {begin!r}")
         served = self._served(models)
-        if served != self._paths_of:
-            self._paths, self._paths_of = await self._read_paths(), served
-        await self._check_health()
+        if served == self._paths_of or await self._read_paths(served):
+            await self._check_health()
         if (load := await self._load()) is not None:
             self._tokens_max = load.tokens_max
             if self.slots is not None:
@@ -383,13 +384,25 @@ class OpenAIEngine:
             log.log(level, "engine %s: %s answers %d, and is asked for no more", self.info.name, path, status)
         return True
 
-    async def _read_paths(self) -> frozenset[str] | None:
-        """Read the paths of the server's endpoints from its OpenAPI description; None without one."""
+    async def _read_paths(self, served: tuple[ServedModel, ...]) -> bool:
+        """Read the paths of the server's endpoints from its OpenAPI description. False: it is still to come.
+
+        A server may take long to make its first description. Until then it is not asked about its health, which only
+        the description tells to be costly.
+        """
+        self._paths = None
         try:
             status, body = await self._get("/openapi.json", LIST_BYTES_MAX)
-            return frozenset(msgspec.json.decode(body, type=_OpenApi).paths) if status == 200 else None
-        except (HttpError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+            if status == 200:
+                self._paths = frozenset(msgspec.json.decode(body, type=_OpenApi).paths)
+        except HttpError:
+            self._paths_tries += 1
+            if self._paths_tries < PATHS_TRIES_MAX:
+                return False
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass
+        self._paths_of, self._paths_tries = served, 0
+        return True
 
     async def _get(self, path: str, bytes_max: int = ERROR_BYTES_MAX) -> tuple[int, bytes]:
         """Status and body; b"" for another status than 200. Raises HttpError, also when the time of a probe is over.

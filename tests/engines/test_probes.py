@@ -85,6 +85,26 @@ async def test_an_engine_whose_health_costs_money_is_asked_whether_it_is_alive(s
         await until(lambda: not any(front.cluster.engines_ready.values()))
 
 
+async def test_a_server_whose_description_is_late_is_not_asked_about_its_health_before(
+    start_front: StartFront,
+) -> None:
+    listed = b'{"paths": {"/health/liveliness": {}}}'
+    told: dict[str, Any] = {"/openapi.json": hang, "/health/liveliness": http(b"alive")}
+    async with LyingEngine(http(GOOD), probes=told) as engine:
+        await start(start_front, engine, probe_s=0.1)
+        engine._probes["/openapi.json"] = http(listed)
+        await until(lambda: asked(engine, "/health/liveliness") > 1)
+        assert asked(engine, "/health") == 0
+
+
+async def test_a_server_whose_description_never_comes_is_asked_about_its_health(start_front: StartFront) -> None:
+    async with LyingEngine(http(GOOD), probes={"/openapi.json": hang}) as engine:
+        front = await start(start_front, engine, probe_s=0.05)
+        await until(lambda: asked(engine, "/health") > 1)
+        assert asked(engine, "/openapi.json") == 3
+        assert all(front.cluster.engines_ready.values())
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/health/ready?deep=0"])
 async def test_the_path_of_probes_is_a_setting(path: str, start_front: StartFront) -> None:
     told: dict[str, Any] = {"/health": http(b"", status="503 So")}
