@@ -58,7 +58,9 @@ def of_only_model(call: Call, models: Sequence[str]) -> Call:
 def with_model(call: Call, model: str) -> Call:
     """The call for another model: the value of `model` is exchanged in its body, and no other byte."""
     if call.content_type:
-        place, value = read_form(call.body, call.content_type).places["model"], model.encode()
+        of_model = read_form(call.body, call.content_type).place("model")
+        assert of_model is not None, "the call has a model"
+        place, value = of_model, model.encode()
     else:
         text = readable_numbers(call.body)
         place, value = place_of(_BODY.decode(text).model, text), msgspec.json.encode(model)

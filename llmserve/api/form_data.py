@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from email.message import Message
 from email.parser import BytesHeaderParser
+from email.utils import collapse_rfc2231_value
 
 from llmserve.errors import BadRequest
 
@@ -12,15 +13,24 @@ TEXT_BYTES_MAX = 1024  # of a field that is read as a text
 
 
 class Form:
-    """places : where the content of each field is, by name; of a field that is there twice the first"""
+    """places : where the content of each field is, by name.  repeated : fields that are there more than once
 
-    def __init__(self, data: bytes, places: dict[str, slice]) -> None:
-        self.places = places
-        self._data = data
+    Readers differ in which of two fields of one name counts, so that a limit would look at one, and the engine at the
+    other: what is read here must be there once.
+    """
+
+    def __init__(self, data: bytes, places: dict[str, slice], repeated: set[str]) -> None:
+        self._data, self._places, self._repeated = data, places, repeated
+
+    def place(self, name: str) -> slice | None:
+        """Where the content of a field is; None without one. Raises BadRequest."""
+        if name in self._repeated:
+            raise BadRequest(f"`{name}`: the field is there more than once", param=name, code="invalid_value")
+        return self._places.get(name)
 
     def text(self, name: str) -> str:
         """The value of a short field; "" without one. Raises BadRequest."""
-        place = self.places.get(name)
+        place = self.place(name)
         if place is None:
             return ""
         if place.stop - place.start > TEXT_BYTES_MAX:
@@ -40,18 +50,37 @@ def read_form(data: bytes, content_type: str) -> Form:
         raise BadRequest("the body must be multipart/form-data", code="invalid_value")
     delimiter = b"--" + boundary.encode()
     places: dict[str, slice] = {}
-    at = data.find(delimiter)
+    repeated: set[str] = set()
+    at = len(data) - len(data.lstrip(b"\r\n"))
+    if not data.startswith(delimiter, at):
+        raise _incomplete()
     for _ in range(FIELDS_MAX):
         at += len(delimiter)
-        if data[at : at + 2] == b"--":
-            return Form(data, places)
+        if data.startswith(b"--", at):
+            return Form(data, places, repeated)
+        if not data.startswith(b"\r\n", at):
+            raise _incomplete()
         head_end = data.find(b"\r\n\r\n", at)
-        following = data.find(b"\r\n" + delimiter, head_end + 2)
-        if at < len(delimiter) or head_end < 0 or following < 0:
-            raise BadRequest("the body is not complete multipart/form-data", code="invalid_value")
-        head = BytesHeaderParser().parsebytes(data[at:head_end].lstrip())
-        name = head.get_param("name", header="content-disposition")
-        if isinstance(name, str):
-            places.setdefault(name, slice(head_end + 4, max(head_end + 4, following)))
+        following = data.find(b"\r\n" + delimiter, head_end + 4)
+        if head_end < 0 or following < 0:
+            raise _incomplete()
+        name = _name_of(data[at + 2 : head_end])
+        if name in places:
+            repeated.add(name)
+        places[name] = slice(head_end + 4, following)
         at = following + 2
     raise BadRequest(f"the body has more than {FIELDS_MAX} fields", code="invalid_value")
+
+
+def _incomplete() -> BadRequest:
+    return BadRequest("the body is not complete multipart/form-data", code="invalid_value")
+
+
+def _name_of(head: bytes) -> str:
+    """The name of a field, which every reader must find alike. Raises BadRequest."""
+    parts = BytesHeaderParser().parsebytes(head)
+    parameters = parts.get_params(failobj=[], header="content-disposition")
+    names = [value for key, value in parameters if key.lower() == "name"]
+    if len(parts.get_all("content-disposition", [])) != 1 or len(names) != 1:
+        raise BadRequest("each field needs one Content-Disposition with one name", code="invalid_value")
+    return collapse_rfc2231_value(names[0])

@@ -160,7 +160,7 @@ def _read_fields(reads: PromptFields, data: bytes, limits: BodyLimits) -> _Read:
 def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Read:
     content_type = headers.get("content-type", "")
     form = read_form(data, content_type)
-    file = form.places.get(reads.field)
+    file = form.place(reads.field)
     if file is None:
         raise BadRequest(f"`{reads.field}` is required", param=reads.field, code="missing_required_parameter")
     ids = -(-(file.stop - file.start) // reads.bytes_per_token)

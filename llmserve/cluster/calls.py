@@ -17,7 +17,7 @@ import msgspec
 
 from llmserve.cluster.answer_forms import COMPLETION, StreamReader
 from llmserve.cluster.fleet import EngineHandle
-from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, told_tokens
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import NOTHING, Answer, EngineError
 from llmserve.engines.error_objects import ErrorObject, error_in, is_error_body, may_be_error, retry_after_s
@@ -81,7 +81,7 @@ class RunningCalls:
             batch=batch.id,
             engine=handle.name,
             queue_ms=(now_s - in_flight.arrived_at_s) * 1e3,
-            predicted_tokens=in_flight.request.predicted_tokens if in_flight.call.choices else None,
+            predicted_tokens=told_tokens(in_flight.call, in_flight.request.predicted_tokens),
         )
         in_flight.stopping = False
         in_flight.attempts += 1

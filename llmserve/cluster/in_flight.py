@@ -45,6 +45,19 @@ def request_name(request_id: int, call: Call) -> str:
     return dict(call.headers).get("x-request-id") or f"llmserve-{request_id}"
 
 
+def told_tokens(call: Call, predicted_tokens: float | None) -> float | None:
+    """The prediction as the client is told. None: there is none.
+
+    Forecasts come from all keys' answers. So where there are keys, a client is told a power of two: exact numbers would
+    say whether another key has sent this very prompt, and how long its answer was.
+    """
+    if predicted_tokens is None or not call.choices:
+        return None
+    if not call.prompt.sender or call.predicted_tokens is not None:
+        return predicted_tokens
+    return 2.0 ** round(math.log2(max(1.0, predicted_tokens)))
+
+
 class Head(msgspec.Struct, frozen=True):
     """The status and headers of an answer. body : None when the body follows as a stream.  headers : the engine's"""
 
