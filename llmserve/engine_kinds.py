@@ -68,6 +68,7 @@ class EngineKind:
             timeouts=Timeouts(
                 settings.engine_connect_s, settings.engine_idle_s, settings.engine_answer_s, live.probe_s
             ),
+            answer_bytes_max=settings.engine_answer_bytes_max,
             probe_path=live.probe_path if process is None else HEALTH_PATH,
             api_key=process.api_key if process is not None else settings.engine_api_key,
             restart=process.restart if process is not None else None,

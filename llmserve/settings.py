@@ -220,6 +220,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_answer_s: Annotated[
         float, Meta(gt=0, description="longest time of an answer, from the request to the last byte")
     ] = 3600.0
+    engine_answer_bytes_max: Annotated[
+        int, Meta(ge=1, description="largest answer that is not streamed, bytes: it is in memory until it is complete")
+    ] = 64 << 20
     engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine's process")] = 600.0
 
     @property

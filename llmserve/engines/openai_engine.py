@@ -31,7 +31,6 @@ from llmserve.request import Batch, Call, EngineInfo
 log = logging.getLogger("llmserve")
 
 ANSWERS = range(200, 204)  # statuses that come with an answer, whatever is wrong with its headers
-ANSWER_BYTES_MAX = 64 << 20  # of a whole answer; a stream is passed on as it comes, and has no limit but time
 ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
 LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
 MODEL_ID_CHARS_MAX = 256
@@ -132,17 +131,16 @@ class HttpAnswer:
             )
 
     def _header(self, name: bytes) -> str | None:
+        """The value without what is not printable ASCII; None: there is none."""
         value = self._response.headers.get(name)
         if value is None:
             return None
-        text = value.decode("latin-1")
-        if not (text.isascii() and text.isprintable()):
-            raise self._unusable(f"a {name.decode()} that is not printable")
-        return text
+        text = value.decode("ascii", "ignore")
+        return text if text.isprintable() else "".join(filter(str.isprintable, text))
 
     def body(self) -> bytes | None:
         try:
-            return self._response.body(ANSWER_BYTES_MAX if self.status < 300 else ERROR_BYTES_MAX)
+            return self._response.body(self._engine.answer_bytes_max if self.status < 300 else ERROR_BYTES_MAX)
         except HttpError as error:
             raise self._broken(error) from error
 
@@ -172,7 +170,9 @@ class HttpAnswer:
         name = self._engine.info.name
         if error.late:
             return late_error(name, error)
-        return EngineError(f"engine {name} broke off its answer: {error}", answered=error.large and self.status < 300)
+        if error.large and self.status < 300:
+            return EngineError(f"engine {name} gave {error}, see --engine-answer-bytes-max", answered=True)
+        return EngineError(f"engine {name} broke off its answer: {error}")
 
 
 def _is_packed(response: Response) -> bool:
@@ -217,6 +217,7 @@ class OpenAIEngine:
 
     api_key is sent as a bearer token; the client's key is never sent to the engine. learns_slots: `info.slots` is a
     first guess, which the engine's metrics correct. probe_path: where the engine says whether it is healthy.
+    answer_bytes_max: of a whole answer. A stream is passed on as it comes, and has no limit but time.
     """
 
     def __init__(
@@ -229,7 +230,9 @@ class OpenAIEngine:
         learns_slots: bool = False,
         restart: Callable[[], Awaitable[None]] | None = None,
         probe_path: str = HEALTH_PATH,
+        answer_bytes_max: int = 64 << 20,
     ) -> None:
+        self.answer_bytes_max = answer_bytes_max
         self.info = info
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
@@ -296,7 +299,7 @@ class OpenAIEngine:
             response = await self._client.request(opening, body)
             try:
                 content_type = response.headers.get(b"content-type", b"application/json").decode("latin-1")
-                return Passed(response.status, content_type, await response.read(ANSWER_BYTES_MAX))
+                return Passed(response.status, content_type, await response.read(self.answer_bytes_max))
             finally:
                 response.close()
         except HttpError as error:
