@@ -19,11 +19,12 @@ from starlette.responses import Response, StreamingResponse
 
 from llmserve.api.answers import error_response, json_response
 from llmserve.api.authentication import Keys
-from llmserve.api.bodies import bad_request
+from llmserve.api.bodies import BodyLimits, read_body
 from llmserve.api.endpoints import BATCH_PATHS
 from llmserve.api.exchange import Exchange
 from llmserve.api.job_sums import JobSums
 from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
+from llmserve.json_text import without_bom
 
 if TYPE_CHECKING:
     from llmserve.api.uploads import Upload
@@ -141,12 +142,7 @@ class BatchEndpoints:
         from llmserve.jobs.contract import NewBatch
 
         key, body = self._key(request), await request.body()
-        try:
-            new = msgspec.json.decode(body, type=NewBatch)
-        except msgspec.ValidationError as error:
-            raise bad_request(error) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadRequest(f"the body is not JSON: {error}") from None
+        new, _ = read_body(msgspec.json.Decoder(NewBatch), without_bom(body), BodyLimits())
         if new.endpoint not in BATCH_PATHS:
             raise BadRequest(
                 f"`endpoint`: must be one of {', '.join(BATCH_PATHS)}", param="endpoint", code="invalid_value"

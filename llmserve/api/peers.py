@@ -14,10 +14,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from llmserve.api.bodies import BodyLimits, read_body
 from llmserve.api.limits import KeyLimits
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
-from llmserve.errors import BadRequest
 from llmserve.scheduling.messages import SHARES_MAX, RequestArrived, ServedElsewhere
 
 PAIRS_MAX = 10_000  # (stream, model) pairs that are counted apart
@@ -35,6 +35,9 @@ class ToServer(msgspec.Struct, frozen=True):
 
     parts: Mapping[str, Annotated[float, Meta(ge=0, le=1)]] = {}
     elsewhere: tuple[Served, ...] = ()
+
+
+_TO_SERVER = msgspec.json.Decoder(ToServer)
 
 
 class FromServer(msgspec.Struct, frozen=True):
@@ -75,10 +78,7 @@ class Peers:
         if not self._counting:
             self._counting = True
             self._cluster.journal.listen(self._observe)
-        try:
-            told = msgspec.json.decode(body, type=ToServer)
-        except msgspec.MsgspecError as error:
-            raise BadRequest(f"the body is not what a controller sends: {error}") from error
+        told, _ = read_body(_TO_SERVER, body, BodyLimits())
         self._limits.deal(told.parts)
         for elsewhere in told.elsewhere:
             self._charge(elsewhere)

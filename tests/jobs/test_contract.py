@@ -339,3 +339,10 @@ async def test_without_a_place_for_files_the_endpoints_say_what_is_missing(
     for refused in (client.files.create(file=b"x", purpose="batch"), client.batches.list(), client.files.retrieve("x")):
         with pytest.raises(openai.NotFoundError, match="--state"):
             await refused
+
+
+@pytest.mark.parametrize("depth", [500, 980, 983, 100_000])
+async def test_a_batch_whose_body_is_nested_too_deeply_is_a_bad_request(client: openai.AsyncOpenAI, depth: int) -> None:
+    deep: Any = b'{"endpoint":"/v1/completions","metadata":' + b"[" * depth + b"]" * depth + b"}"
+    with pytest.raises(openai.BadRequestError, match="nested more than 128 deep"):
+        await client.post("/batches", cast_to=object, content=deep)
