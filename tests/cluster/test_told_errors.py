@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_client import client_of, create, ended, jsonl, request, rows
 from engines.lying import LyingEngine, chunked, dripping, http
 from front import Front, StartFront, until
 
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.fake_answer import FakeAnswer, whole_stream
 from llmserve.scheduling.messages import RequestEnded
-from llmserve.settings import EngineConfig
+from llmserve.settings import EngineConfig, ServerConfig
 
 EVENTS = "content-type: text/event-stream\r\n"
 STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -298,3 +300,39 @@ async def test_a_connection_whose_last_bytes_come_late_is_kept(start_front: Star
         probes = [head for head in engine.heads if not head.startswith(b"POST")]  # each has a connection of its own
         assert len(engine.requests) == 3
         assert engine.connections - len(probes) <= 2, "one for the answers, and perhaps that of a probe"
+
+
+# ---- lines of batches ----
+
+
+async def run_lines(front: Front, lines: int) -> tuple[str, list[int]]:
+    """Run a batch; return its status, and the statuses of the rows of its errors."""
+    client = client_of(front.url)
+    batch = await ended(client, await create(client, jsonl([request(number) for number in range(lines)])))
+    return batch.status, [row["response"]["status_code"] for row in await rows(client, batch.error_file_id)]
+
+
+async def test_a_line_runs_elsewhere_after_an_error_under_status_200(start_front: StartFront, tmp_path: Path) -> None:
+    told = http(b'{"error": {"message": "EngineCore died", "code": 500}}')
+    async with LyingEngine(told) as bad, FakeEngine(step_s=0.001) as good:
+        front = await start_front(engines=settings(bad, good), server=ServerConfig(port=0, state=str(tmp_path)))
+        assert await run_lines(front, 4) == ("completed", [])
+        assert bad.requests
+
+
+async def test_a_line_whose_engine_always_fails_runs_as_often_as_a_request(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    async with LyingEngine(http(b'{"error": {"message": "EngineCore died", "code": 500}}')) as engine:
+        front = await start_front(engines=settings(engine), server=ServerConfig(port=0, state=str(tmp_path)))
+        assert await run_lines(front, 1) == ("completed", [500])
+        assert len(engine.requests) == 3, "--retries-max, and the first"
+
+
+async def test_a_line_whose_answer_takes_too_long_runs_once(start_front: StartFront, tmp_path: Path) -> None:
+    slow = dripping(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", b"x", 0.02)
+    async with LyingEngine(slow) as engine:
+        server = ServerConfig(port=0, state=str(tmp_path))
+        front = await start_front(engines=settings(engine, engine_answer_s=0.4), server=server)
+        assert await run_lines(front, 1) == ("completed", [504])
+        assert len(engine.requests) == 1
