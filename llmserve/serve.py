@@ -177,6 +177,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
 
     key_file, admin = keys_of(config), admin_keys_of(config)
     check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
+    limits = _door_limits(config)
     if config.server.metrics_host is not None and config.server.metrics_port is None:
         raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
     reloader = reloader or Reloader(config)
@@ -203,7 +204,6 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
             *(Cors(server.cors_origin), browsers, aliases_of(config.engines.alias), batches),
             *(metrics.meter_of_all, traces),
         )
-        limits = _door_limits(config)
         if server.metrics_port is not None:
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
             await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
@@ -227,6 +227,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
 def _door_limits(config: Config) -> DoorLimits:
     from llmserve.api.batches import FILES
     from llmserve.api.listening import DoorLimits
+    from llmserve.api.proxies import TrustedProxies
 
     return DoorLimits(
         config.limits.body_bytes_max,
@@ -235,6 +236,7 @@ def _door_limits(config: Config) -> DoorLimits:
         config.live.client_stall_s,
         keep_alive_s=config.live.keep_alive_s,
         streamed=(FILES,),
+        trusted_proxies=TrustedProxies(config.server.trusted_proxy),
     )
 
 

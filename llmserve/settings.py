@@ -62,6 +62,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "NAME"},
         ),
     ] = ()
+    trusted_proxy: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="address or network of a proxy in front of the server, such as 10.0.0.0/8, whose "
+            "X-Forwarded-For says who the client is: for --fair-by address, and for the shares of the buffers; repeat "
+            "for several (default: none)",
+            extra={"metavar": "ADDRESS"},
+        ),
+    ] = ()
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(

@@ -57,6 +57,7 @@ TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has rese
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 VERSIONS = ("1.0", "1.1")
 SINGLE_FIELDS = {"host", "authorization", "x-api-key"}  # another proxy may take the other one of two
+LIST_FIELDS = {"x-forwarded-for", "content-encoding"}  # several are one list
 TURN, BEHIND = 1, 2  # why nothing is read: others' turn, requests wait. DISK: see streamed.py
 
 
@@ -248,6 +249,8 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._doubles += 1
             self._doubles_bytes += len(name) + len(value)
+            if key in LIST_FIELDS:
+                self._headers[key] += ", " + value.rstrip().decode("latin-1")
             if key in SINGLE_FIELDS and self._reading is not None and not self._has_head:
                 self._reading.error = BadRequest(f"the request has two fields `{key}`", code="malformed_request")
 
@@ -296,7 +299,8 @@ class Connection(asyncio.BufferedProtocol):
             self.server.handler.admit(reading)
         except RequestError as error:
             return error
-        reading.holder = self.holder = reading.key or self._address
+        address = reading.address if self.server.limits.trusted_proxies else self._address
+        reading.holder = self.holder = reading.key or address
         if body_bytes > UNREAD_BODY_BYTES_MAX and not reading.keeps_body:
             return self._too_large(reading)
         return None

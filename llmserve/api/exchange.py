@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from llmserve.api.answers import error_parts
+from llmserve.api.proxies import HEADER as FORWARDED
 from llmserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -108,8 +109,9 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """The client's address, without its port."""
-        return self.peer.rpartition(":")[0]
+        """The client's address, without its port; behind trusted proxies the one that they tell."""
+        peer, proxies = self.peer.rpartition(":")[0], self._connection.server.limits.trusted_proxies
+        return proxies.client_of(peer, self.headers.get(FORWARDED, "")) if proxies else peer
 
     @property
     def age_s(self) -> float:

@@ -12,12 +12,13 @@ import os
 import socket
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from llmserve.api.answers import error_parts
 from llmserve.api.connection import HEAD_BYTES_MAX, Connection, http_date
 from llmserve.api.exchange import Exchange
+from llmserve.api.proxies import TrustedProxies
 from llmserve.api.turns import Turns
 from llmserve.errors import ConfigError, ListenError, RequestError, Unavailable
 
@@ -91,6 +92,7 @@ class DoorLimits:
     client_stall_s     without a byte taken, until a client is cut off
     connections_max    None: half of the files that the process may open, for each client needs an engine's connection
     keep_alive_s       silence after which a stream gets a comment; 0: never
+    trusted_proxies    whose word on the client's address counts
     streamed           paths whose bodies the handler takes as they arrive, and limits itself
     """
 
@@ -101,6 +103,7 @@ class DoorLimits:
     connections_max: int | None = None
     keep_alive_s: float = 0.0
     streamed: tuple[str, ...] = ()
+    trusted_proxies: TrustedProxies = field(default_factory=lambda: TrustedProxies(()))
 
 
 class Server:

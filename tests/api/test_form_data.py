@@ -1,4 +1,4 @@
-"""Forms are read as Starlette reads them, on which most engines run, or not at all: limits look at the engine's field."""
+"""Forms are read as Starlette reads them, on which most engines run, or not at all: limits look at that field."""
 
 from __future__ import annotations
 
