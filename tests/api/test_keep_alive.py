@@ -130,6 +130,19 @@ async def test_clients_read_streams_with_comments_as_those_without(
     assert [piece for piece in told[0] if piece] == ["tok "] * 5 * streams
 
 
+@pytest.mark.parametrize(("pieces", "streams"), [(langchain_pieces, 1), (litellm_pieces, 1), (npm_pieces, 4)])
+async def test_other_clients_take_signs_of_life_between_tokens(
+    start_front: StartFront, pieces: Callable[[str], Awaitable[list[Any]]], streams: int
+) -> None:
+    async with FakeEngine(step_s=0.3) as engine, AsyncExitStack() as stack:
+        front = await start_front(engine, **SOON)
+        tap = await stack.enter_async_context(tapping(lambda _: front.url))
+        assert [piece for piece in await pieces(tap.url) if piece] == ["tok "] * 5 * streams
+        assert all(len(comments(answer.raw)) > 1 for answer in tap.answers)
+        of_responses = [answer.raw for answer in tap.answers if answer.path == "/v1/responses"]
+        assert all(b"event: keepalive" in raw for raw in of_responses)
+
+
 # ---- signs of life for clients that count events ----
 
 
