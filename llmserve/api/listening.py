@@ -317,24 +317,33 @@ class Server:
         now_s = self.now_s()
         buffers = []
         for connection in list(self.connections):
-            if now_s >= connection.due_s:
-                self.cut[connection.overdue()] += 1
-            connection.check_gone()
-            if buffered := connection.transport.get_write_buffer_size():
-                if self._has_stalled(connection, buffered, now_s):
-                    self._cut(connection, "stalled")
-                else:
+            try:
+                if buffered := self._look_after(connection, now_s):
                     buffers.append((buffered, connection))
-            else:
-                connection.progress_s = now_s
-                if self.limits.keep_alive_s:
-                    connection.break_silence(now_s, self.limits.keep_alive_s)
+            except Exception:  # the others must be looked after, too
+                log.exception("a connection failed, and is cut off")
+                self._cut(connection, "failed")
         self._cut_largest(buffers)
         self._end_refusals()
         if not self._queued:
             self._queued_since_s = math.inf
         self._queued = False
         self._accept_again()
+
+    def _look_after(self, connection: Connection, now_s: float) -> int:
+        """Cut a connection that is late or stalled. Returns the bytes that the client of another has not taken."""
+        if now_s >= connection.due_s:
+            self.cut[connection.overdue()] += 1
+        connection.check_gone()
+        buffered = connection.transport.get_write_buffer_size()
+        if not buffered:
+            connection.progress_s = now_s
+            if self.limits.keep_alive_s:
+                connection.break_silence(now_s, self.limits.keep_alive_s)
+        elif self._has_stalled(connection, buffered, now_s):
+            self._cut(connection, "stalled")
+            return 0
+        return buffered
 
     def _has_stalled(self, connection: Connection, buffered: int, now_s: float) -> bool:
         sent = connection.written - buffered

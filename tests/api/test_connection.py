@@ -234,6 +234,29 @@ async def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off() -> Non
         await until(lambda: at.server.buffered_bytes == 0)
 
 
+async def test_a_connection_that_fails_in_a_sweep_is_cut_off_and_the_others_are_looked_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with site(client_stall_s=0.3) as at:
+        bad, good = await at.client(), await at.client()
+        for client in (bad, good):
+            await client.send(POST)
+            await client.answer()
+        port = bad.writer.get_extra_info("sockname")[1]
+        check_gone = connection.Connection.check_gone
+
+        def failing(one: connection.Connection) -> None:
+            if one.transport.get_extra_info("peername")[1] == port:
+                raise RecursionError("too deep")
+            check_gone(one)
+
+        monkeypatch.setattr(connection.Connection, "check_gone", failing)
+        await until(lambda: at.server.cut["failed"] == 1)
+        await good.send(POST)
+        assert await good.answer() == (200, b"POST /v1/x hello")
+        assert len(at.server.connections) == 1
+
+
 async def test_a_client_that_reads_slowly_gets_everything() -> None:
     async with site(client_stall_s=0.5) as at:
         client, exchange = await held(at)
