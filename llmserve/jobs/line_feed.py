@@ -101,7 +101,7 @@ class LineFeed:
         self.lines_ended: dict[str, int] = dict.fromkeys(("completed", "failed", "expired"), 0)
         self._wake = asyncio.Event()
         self._seeking: dict[str, Job] = {}  # jobs that wait for a seat
-        self._parked: set[str] = set()  # jobs all of whose lanes are parked
+        self._dealt_s = -math.inf  # when seats were dealt last
 
     @property
     def is_open(self) -> bool:
@@ -140,32 +140,39 @@ class LineFeed:
 
         A key's only job, and the one whose window ends first, need no free seat.
         """
-        seated = [job for job in self._jobs.values() if job.seated.is_set()]
-        self._parked = {job.id for job in seated if self._why_parked(job) is not None}
-        by_key = Counter([job.key for job in seated])
         now_s = self._now_s()
-        seeking = [job for job in self._seeking.values() if not job.seated.is_set() and job.not_before <= now_s]
+        if not self._seeking or (len(self._seeking) > SEATS and now_s < self._dealt_s + LOOK_S):
+            return
+        self._dealt_s = now_s
+        seated = [job for job in self._jobs.values() if job.seated.is_set()]
+        parked = [job for job in seated if self._why_parked(job) is not None]
+        running = {job.id: job for job in seated if job not in parked}
+        idle = [job for job in parked if not (job.in_flight or job.recording)]
+        by_key = Counter([job.key for job in seated])
+        first_s = {job.key: job.expires_at for job in sorted(running.values(), key=lambda job: -job.expires_at)}
+        seeking: dict[str, list[Job]] = {}  # of each key the next is the last
+        for job in sorted(self._seeking.values(), key=_urgency, reverse=True):
+            if not job.seated.is_set() and job.not_before <= now_s:
+                seeking.setdefault(job.key, []).append(job)
         while seeking:
-            job = min(seeking, key=lambda job: (by_key[job.key], job.expires_at, job.id))
-            seeking.remove(job)
-            running = [other for other in seated if other.id not in self._parked]
-            is_first = all(job.expires_at < other.expires_at for other in running if other.key == job.key)
-            if len(running) >= SEATS and not is_first:
+            key = min(seeking, key=lambda key: (by_key[key], _urgency(seeking[key][-1])))
+            job = seeking[key].pop()
+            is_first = job.expires_at < first_s.get(key, math.inf)
+            if (len(running) >= SEATS or (len(seated) >= SEATS + PARKED_SEATS and not idle)) and not is_first:
+                del seeking[key]  # its other jobs are less urgent
                 continue
-            if len(seated) >= SEATS + PARKED_SEATS:
-                idle = [job for job in seated if job.id in self._parked and not job.in_flight and not job.recording]
-                if idle:
-                    seated.remove(idle[0])
-                    by_key[idle[0].key] -= 1
-                    self._unseat(idle[0])
-                elif not is_first:
-                    continue
+            if len(seated) >= SEATS + PARKED_SEATS and idle:
+                seated.remove(idle[0])
+                self._unseat(idle.pop(0))
             job.seated.set()
             seated.append(job)
-            by_key[job.key] += 1
+            running[job.id] = job
+            by_key[key] += 1
+            first_s[key] = min(job.expires_at, first_s.get(key, math.inf))
+            if not seeking[key]:
+                del seeking[key]
 
     def _unseat(self, job: Job) -> None:
-        self._parked.discard(job.id)
         self._feeder.remove(job.id)
         job.not_before = self._now_s() + UNSEATED_S
         job.unload()
@@ -189,7 +196,6 @@ class LineFeed:
     def stop(self, job: Job) -> None:
         """Take back every line of a job that has no answer yet. Its lines do not start again."""
         self._feeder.remove(job.id)
-        self._parked.discard(job.id)
         job.stop_lines()
         self._wake.set()
 
@@ -239,7 +245,9 @@ class LineFeed:
     def _look_in_s(self) -> float | None:
         """When to look again without being woken: lanes are closed and parked until something happens elsewhere."""
         lanes = list(self._feeder.lanes)
-        if any(lane.closed for lane in lanes) or self._seeking:
+        if (
+            any(lane.closed for lane in lanes) or self._seeking
+        ):  # a seat becomes free as jobs end, and as they are parked
             return LOOK_S
         now_s = self._now_s()
         at_s = self._feeder.look_at_s(now_s)
@@ -372,6 +380,11 @@ class LineFeed:
         failed = outcome != "completed"
         kind: Kind = "error" if failed else "output"
         self._recorder.add(Result(job.account, kind, failed, row, on_safe))
+
+
+def _urgency(job: Job) -> tuple[float, float, str]:
+    """Order of jobs that wait for a seat: those that gave one away while they were parked come after all others."""
+    return job.not_before, job.expires_at, job.id
 
 
 class _LineInFlight:
