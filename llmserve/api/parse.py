@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FORWARDED_CHARS_MAX = 256
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
 SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
+USAGE_FIELD = b'"stream_options":{"include_usage":true},'
 THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
 
 # ---- the call ------------------------------------------------------------------------------------------------------
@@ -218,13 +219,12 @@ def _with_usage(data: bytes, text: bytes, options: Raw) -> tuple[bytes, Written]
     vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
     """
     if not options:
-        start, new = data.index(b"{") + 1, b'"stream_options":{"include_usage":true},'
-        place = slice(start, start)
-    else:
-        place = place_of(options, text)
-        changed = {**(json.loads(data[place]) or {}), "include_usage": True}
-        changed.pop("continuous_usage_stats", None)
-        new = json.dumps(changed).encode()
+        start = data.index(b"{") + 1
+        return data[:start] + USAGE_FIELD + data[start:], Written(start, start + len(USAGE_FIELD), b"")
+    place = place_of(options, text)
+    changed = {**(json.loads(data[place]) or {}), "include_usage": True}
+    changed.pop("continuous_usage_stats", None)
+    new = json.dumps(changed).encode()
     written = Written(place.start, place.start + len(new), data[place])
     return data[: place.start] + new + data[place.stop :], written
 
