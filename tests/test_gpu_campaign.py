@@ -625,6 +625,13 @@ def test_answers_have_the_length_that_the_prompt_says() -> None:
     assert (row.output_tokens, other.output_tokens) == (17, 5)
 
 
+def test_equal_prompts_are_other_inputs_for_the_model() -> None:
+    model = loaded("tiny", "cpu")
+    rows = [model.row(model.text_ids(prompt_for(17)), None, Sampling(temperature=0.0)) for _ in range(2)]
+    assert all(len(row.prompt_ids) == PROMPT_WORDS for row in rows)
+    assert list(rows[0].prompt_ids) != list(rows[1].prompt_ids)
+
+
 def network() -> LlamaForCausalLM:
     torch.manual_seed(3)
     return LlamaForCausalLM(LlamaConfig(**ROTARY)).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,14 @@ def tokenizer(shape: str) -> PreTrainedTokenizerFast:
 
 
 class ObedientModel(LanguageModel):
-    """Answers with as many tokens as the prompt's last token says, or as max_tokens where that is 0."""
+    """Answers with as many tokens as the prompt's last token says, or as max_tokens where that is 0.
+
+    The model gets random tokens in place of the prompt, as many: equal rows would let a GPU draw less.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any, **options: Any) -> None:
+        super().__init__(tokenizer, model, **options)
+        self._draws = random.Random(0)
 
     def row(
         self,
@@ -73,4 +81,5 @@ class ObedientModel(LanguageModel):
         ignore_eos: bool = False,
         streamed: bool = True,
     ) -> DecodingRow:
-        return super().row(prompt_ids, prompt_ids[-1] or max_tokens, sampling, stop, ignore_eos, streamed)
+        drawn = self._draws.choices(range(self.vocabulary_size), k=len(prompt_ids))
+        return super().row(drawn, prompt_ids[-1] or max_tokens, sampling, stop, ignore_eos, streamed)
