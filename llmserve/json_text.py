@@ -15,6 +15,7 @@ import numpy as np
 
 NESTING_MAX = 128  # lists and objects within each other. Python's own limit is 1,000 calls, of which a caller has some
 EXPLAINED_BYTES_MAX = 1 << 20  # of a longer text only the place of an error is told, and nothing is replaced
+SHORT_BYTES = 512  # of a text in which counting costs less than leaving out
 BLOCK_BYTES = 1 << 16  # whose brackets are looked at in one step
 BOM = b"\xef\xbb\xbf"
 
@@ -27,6 +28,8 @@ _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 
 def is_too_deep(data: bytes) -> bool:
     """Whether lists and objects are nested more than NESTING_MAX deep. Takes any bytes, and never recurses."""
+    if len(data) <= SHORT_BYTES and data.count(b"[") + data.count(b"{") <= NESTING_MAX:
+        return False
     marks = data.translate(None, _NOT_STRUCTURE)
     if _opened(marks) <= NESTING_MAX:
         return False

@@ -325,7 +325,7 @@ def strings_of(name: str, raw: Raw, plural: str, setting: str) -> str | list[str
     backslash before them.
     """
     data, most = bytes(raw), getattr(_made.limits, setting)
-    if data.count(b'"') - data.count(b'\\"') > 2 * most:
+    if len(data) > 2 * most and data.count(b'"') - data.count(b'\\"') > 2 * most:
         raise too_many(name, plural, setting)
     value: str | list[str] | None = value_or_none(_STRINGS, raw)
     if isinstance(value, list) and len(value) > most:

@@ -99,7 +99,7 @@ def _answers_call(
     choices, ids, least = body.answers * read.prompts, read.ids, body.output_tokens_certain
     if choices > limits.choices_max:
         raise _too_many_choices(body, read, limits.choices_max)
-    if body.truncates:
+    if ids and body.truncates:
         ids = 0
     stream, written, sent = body.streams, None, data
     if stream and isinstance(body, Body) and _lacks_usage(body):
