@@ -23,7 +23,7 @@ from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passe
 from llmserve.engines.error_objects import KEY_STATUSES, ErrorObject, Verdict
 from llmserve.engines.event_stream import Count
 from llmserve.engines.http_client import HttpClient, Response
-from llmserve.engines.lenient_json import read
+from llmserve.engines.lenient_json import SCANNED_BYTES_MAX, read
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER, PASSED_HEADERS
 from llmserve.request import Batch, Call, EngineInfo
@@ -347,7 +347,10 @@ class OpenAIEngine:
         if status != 200:
             code = "engine_auth" if status in (401, 403) else None
             raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
-        if (models := models_of(body)) is None:
+        # In a thread, since a long list that is no proper JSON takes long.
+        large = len(body) > SCANNED_BYTES_MAX
+        models = await asyncio.to_thread(models_of, body) if large else models_of(body)
+        if models is None:
             begin = printable(body[:SHOWN_BYTES].decode(errors="replace"))
             raise EngineError(f"engine {name}: /v1/models is not a list of models, but begins with {begin!r}")
         served = self._served(models)

@@ -368,7 +368,7 @@ async def test_an_engine_whose_probe_is_senseless_is_not_healthy(
         b'{"data": null, "models": [{"id": "fake"}]}',
         b'[{"id": "fake"}, {"id": "fake"}]',
         b'["fake"]',
-        b'{"data": [{"id": "fake", "x": NaN}' + b', {"object": "model"}' * 20_000 + b"]}",
+        b'{"data": [{"id": "fake", "x": NaN}' + b', {"object": "model", "x": "%b"}' % (b"y" * 50) * 2_000 + b"]}",
         b'{"data": [{"id": "fake"}, {"x": ' + b"[" * 985 + b"]" * 985 + b"}]}",
     ],
     ids=range(8),
