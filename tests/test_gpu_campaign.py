@@ -195,7 +195,7 @@ def run_on_machine(folder: Path, minutes: str, path: str = "") -> subprocess.Com
     python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return subprocess.run(
-        [GPU / "run", wheels, folder / "out", minutes, "--tiny", "--parts", "predictor"],
+        [GPU / "run", wheels, folder / "out", "--minutes", minutes, "--tiny", "--parts", "predictor"],
         env={**os.environ, "PATH": f"{path or programs}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,

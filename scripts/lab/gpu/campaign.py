@@ -2,7 +2,7 @@
 """Measure what a GPU can show, the most valuable first, in the minutes that there are.
 
     python scripts/lab/gpu/campaign.py --minutes 8 --output docs/results/gpu
-    python scripts/lab/gpu/campaign.py --plan --minutes 8 --output docs/results/gpu
+    python scripts/lab/gpu/campaign.py --plan --minutes 8
     python scripts/lab/gpu/campaign.py --tiny --output /tmp/rehearsal
 
     profile    what a step, a prefill and a batch cost in seconds and joules; bins and energy need it
@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import ROOT
 from bench.arguments import exit_on, parser_of, positive
 from bench.progress import log
 from rich.console import Console
@@ -156,7 +157,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", type=_parts, default=tuple(PARTS), metavar="PART,...", help="(default: all)")
     add("--minutes", type=positive, default=MINUTES, help="that this run may take (%(default)g)")
-    add("--output", type=Path, required=True, metavar="DIR")
+    add("--output", type=Path, metavar="DIR", help="(default: docs/results/gpu)")
     add("--earlier", type=Path, metavar="DIR", help="results to go on from (default: those of --output)")
     add("--plan", action="store_true", help="print what would be measured, and measure nothing")
     add("--device", help="short name of the GPU for --plan (default: each with results)")
@@ -165,7 +166,11 @@ def _arguments() -> argparse.Namespace:
     add("--lengths", help="of answers, as llmserve simulate takes them (default: a lognormal distribution)")
     add("--shape", help="of the model for bins, refill and energy")
     add("--predictor", type=Path, metavar="FOLDER", help="an exported predictor (default: the demo's)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.output is None and args.tiny and not args.plan:
+        parser.error("a rehearsal's results are none: give --output DIR")
+    args.output = args.output or ROOT / "docs/results/gpu"
+    return args
 
 
 def _parts(text: str) -> tuple[str, ...]:
