@@ -6,9 +6,8 @@ Passing is what all readers of event streams have in common: which bytes may go 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from enum import Enum
-from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -204,25 +203,37 @@ class Passing:
         raise NotImplementedError
 
 
+def is_plain(event: bytes) -> bool:
+    """Whether the event is one of choices for certain, no error, end or ping. Most events are, which costs no time."""
+    if event.find(b'"choices"') < 0 or not event.startswith(b"data:"):
+        return False
+    return event.find(b"error") < 0 and event.find(b'"abort"') < 0
+
+
 def is_ping(event: bytes) -> bool:
     may_be = event.find(b"ping") >= 0 or event.find(b"alive") >= 0 or event.find(b"heartbeat") >= 0
     return may_be and PING.search(event) is not None
 
 
-def events_of(data: bytes) -> Iterable[bytes]:
-    """The events one by one, each with its empty line."""
-    if data.find(b"\n\n") == len(data) - 2 and data.find(b"\r") < 0:
-        return (data,)
-    ends = [0, *(match.end() for match in EVENT_END.finditer(data)), len(data)]
-    return (data[start:end] for start, end in pairwise(ends) if start < end)
+def events_of(data: bytes) -> Iterator[bytes]:
+    """The events one by one, each with its empty line. The data is read no further than the caller asks."""
+    place = 0
+    if data.find(b"\r") < 0:  # many times as fast as the expression
+        while (end := data.find(b"\n\n", place) + 2) > 1:
+            yield data[place:end]
+            place = end
+    else:
+        for match in EVENT_END.finditer(data):
+            yield data[place : match.end()]
+            place = match.end()
+    if place < len(data):
+        yield data[place:]
 
 
 def error_of_event(event: bytes) -> ErrorObject | None:
     """What the event of an error says; None: it is another event."""
-    if event.find(b'"choices"') >= 0 and not (
-        event.find(b'"error"') >= 0 or event.find(b'"abort"') >= 0 or event.find(b"event:") >= 0
-    ):
-        return None  # most events, found in no time
+    if is_plain(event):
+        return None
     data = data_of(event)
     if (error := error_in(data, partial=True)) is not None:
         return error
@@ -298,8 +309,7 @@ class UsageFilter(Passing):
             and data.count(b'"choices"') == events
             and not self._delayed
             and data.find(b'"usage"') < 0
-            and data.find(b'"error"') < 0
-            and data.find(b"\nerror:") < 0
+            and data.find(b"error") < 0
             and FINISHED.search(data) is None
         ):
             self._events += events
@@ -313,13 +323,17 @@ class UsageFilter(Passing):
         return b"".join(passed)
 
     def _pass_event(self, event: bytes) -> bytes:
-        if Passing._says(self, event) is Says.NOTHING and not self.in_parts:
-            return self.release() + event
+        is_usage = is_done = False
+        if not is_plain(event):
+            if Passing._says(self, event) is Says.NOTHING and not self.in_parts:
+                return self.release() + event
+            if self._look_for_error(event):
+                return self.release() + event
+            is_done = DONE.search(event) is not None
+            self.over = self.over or is_done
+        if event.find(b'"usage"') >= 0:
+            is_usage = self._is_usage(event)
         self.stalled = False
-        if self._look_for_error(event):
-            return self.release() + event
-        is_usage, is_done = self._is_usage(event), DONE.search(event) is not None
-        self.over = self.over or is_done
         self._events += not (is_usage or is_done)
         delayed = self.release()
         if is_usage and self._strip:
@@ -337,8 +351,6 @@ class UsageFilter(Passing):
 
     def _is_usage(self, event: bytes) -> bool:
         """Whether the event carries usage and no choice. Stores the event's counts."""
-        if b'"usage"' not in event:
-            return False
         answer = read(_Event, data_of(event))
         if answer is None or answer.usage is None:
             return False
@@ -400,7 +412,7 @@ def data_of(event: bytes) -> bytes:
 
     llama.cpp's servers of 2025 write the object of an error into a field `error` instead.
     """
-    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and event.find(b"\r") < 0:
+    if event.startswith(b"data:") and event.find(b"\n\n") == event.find(b"\n") == len(event) - 2 and b"\r" not in event:
         return event[5:-2]
     lines = event.removeprefix(BOM).splitlines()
     data = b"".join([line[5:] for line in lines if line.startswith(b"data:")])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmserve.engines.event_stream import Usage, UsageFilter, data_of, usage_of
+from llmserve.engines.event_stream import HELD_BYTES_MAX, Usage, UsageFilter, data_of, usage_of
 
 FIRST = b'data: {"choices":[{"delta":{"content":"a \\"usage\\" \\n\\n b"}}]}\n\n'
 SECOND = b'data: {"choices":[{"delta":{}}],"usage":null}\n\n'
@@ -223,3 +223,51 @@ def test_a_clients_error_in_a_field_of_its_own_is_the_clients() -> None:
     assert reader.feed(said) == b""
     assert reader.failed is not None
     assert reader.failed.kind == "client"
+
+
+@pytest.mark.parametrize(
+    ("event", "data"),
+    [
+        (b"data: x\n\n", b" x"),
+        (b"data: x\r\n\r\n", b" x"),
+        (b"data: x\r\r", b" x"),
+        (b"data: x\ny", b" x"),
+        (b"data: a\n: c\ndata: b\n\n", b" a b"),
+        (b"event: e\ndata: x\n\n", b" x"),
+        (b"data:", b""),
+        (b": c\n\n", b""),
+    ],
+)
+def test_the_data_of_an_event_is_that_of_its_data_lines(event: bytes, data: bytes) -> None:
+    assert data_of(event) == data
+
+
+def test_nothing_passes_before_content_but_all_of_it_with_content() -> None:
+    role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+    before = [b": hello\n\n", b"\n", b"data:\n\n", role, b'event: ping\ndata: {"type": "ping"}\n\n']
+    usage = UsageFilter(strip=False)
+    assert [usage.feed(event) for event in before] == [b""] * 5
+    assert usage.feed(FIRST) == b"".join(before) + FIRST
+    assert usage.feed(role) == role
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    usage = UsageFilter(strip=False)
+    fed = b"".join([usage.feed(b": %b\n\n" % (b"x" * 1000)) for _ in range(200)])
+    assert not fed, "comments may be left out"
+    assert HELD_BYTES_MAX - 2000 < len(usage.feed(FIRST)) < HELD_BYTES_MAX + 2000
+    opening = b'data: {"choices":[],"x":"%b"}\n\n' % (b"x" * 1000)
+    usage = UsageFilter(strip=False)
+    assert b"".join([usage.feed(opening) for _ in range(200)]) == opening * 200
+
+
+def test_only_what_shows_that_the_engine_works_ends_a_silence() -> None:
+    silent = (b": x\n\n", b"data:\n\n", b"event: ping\ndata: {}\n\n", b'data: {"type":"keepalive"}\n\n', b": half")
+    heard = (SECOND, USAGE, b"data: {", b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n')
+    for prefix in (b"", FIRST):
+        for events, stalled in ((silent, True), (heard, False)):
+            for event in events:
+                usage = UsageFilter(strip=True)
+                usage.feed(prefix)
+                usage.feed(event)
+                assert usage.stalled == stalled, (prefix, event)
