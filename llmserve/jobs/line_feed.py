@@ -149,7 +149,9 @@ class LineFeed:
         running = {job.id: job for job in seated if job not in parked}
         idle = [job for job in parked if not (job.in_flight or job.recording)]
         by_key = Counter([job.key for job in seated])
-        first_s = {job.key: job.expires_at for job in sorted(running.values(), key=lambda job: -job.expires_at)}
+        first_s: dict[str, float] = {
+            job.key: job.expires_at for job in sorted(running.values(), key=lambda job: -job.expires_at)
+        }
         seeking: dict[str, list[Job]] = {}  # of each key the next is the last
         for job in sorted(self._seeking.values(), key=_urgency, reverse=True):
             if not job.seated.is_set() and job.not_before <= now_s:
