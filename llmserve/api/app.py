@@ -34,7 +34,7 @@ from llmserve.api.content_coding import HEADER, Unpacker, codings_of
 from llmserve.api.cors import Cors
 from llmserve.api.endpoints import ENDPOINTS, Endpoint
 from llmserve.api.exchange import Exchange
-from llmserve.api.keep_alive import EVENT_STREAM, comment_of, counts_events, error_of_body
+from llmserve.api.keep_alive import EVENT_STREAM, comment_of, counts_events
 from llmserve.api.keys import DOOR
 from llmserve.api.limits import Account, KeyLimits
 from llmserve.api.page import PageEndpoints
@@ -44,7 +44,7 @@ from llmserve.api.responses import ResponseEndpoints
 from llmserve.api.shares import shared_by, with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.asker import as_asked
-from llmserve.cluster.answer_forms import COMPLETION, Silence
+from llmserve.cluster.answer_forms import COMPLETION, Silence, error_of_body
 from llmserve.cluster.fitting import check_served
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, request_name
 from llmserve.cluster.live import LiveCluster

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
 
 from llmserve.cluster.places import Place
-from llmserve.engines.error_objects import error_in
 
 EVENT_STREAM = "text/event-stream"
 
@@ -30,17 +26,3 @@ def counts_events(headers: Mapping[str, str]) -> bool:
     headers : of the request.  Codex skips comments before its timer sees them, and ignores events that it does not know
     """
     return "codex" in headers.get("user-agent", "").lower()
-
-
-def error_of_body(status: int, body: bytes) -> dict[str, Any]:
-    """An engine's error answer as the object of an error event. OpenAI's form is kept, other bodies become messages."""
-    try:
-        told = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        told = None
-    if isinstance(told, dict) and isinstance(told.get("error"), dict):
-        return told
-    error = error_in(body)
-    text = (error.message if error is not None else "") or body.decode(errors="replace")
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": text, "type": kind, "param": None, "code": status}}

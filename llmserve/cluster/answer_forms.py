@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.engines.error_objects import ErrorObject
+from llmserve.engines.error_objects import ErrorObject, error_in
 from llmserve.engines.event_stream import Count, Usage, UsageFilter, usage_of, was_cut, was_given_up
 from llmserve.engines.lenient_json import count_of, read
 from llmserve.engines.typed_events import EventReader, Message, MessageReader, Response, ResponseReader
@@ -136,6 +136,20 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
 
 
 DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def error_of_body(status: int, body: bytes) -> dict[str, Any]:
+    """An engine's error answer as the object of an error event. OpenAI's form is kept, other bodies become messages."""
+    try:
+        told = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        told = None
+    if isinstance(told, dict) and isinstance(told.get("error"), dict):
+        return told
+    error = error_in(body)
+    text = (error.message if error is not None else "") or body.decode(errors="replace")
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": text, "type": kind, "param": None, "code": status}}
 
 
 def _data_and_done(body: dict[str, Any]) -> bytes:

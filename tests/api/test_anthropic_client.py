@@ -42,10 +42,8 @@ async def test_anthropics_errors_raise_the_clients_exceptions(start_front: Start
         front = await start_front(engine)
         with pytest.raises(anthropic.NotFoundError) as missing:
             await claude(front).messages.create(model="other", max_tokens=5, messages=SAID)
-        with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            await claude(front).messages.create(
-                model="fake", max_tokens=5, messages=SAID, extra_body={"temperature": 7}
-            )
+        with pytest.raises(anthropic.BadRequestError, match="--stops-max"):
+            await claude(front).messages.create(model="fake", max_tokens=5, messages=SAID, stop_sequences=["x"] * 100)
     assert missing.value.body == {
         "type": "error",
         "error": {"type": "not_found_error", "message": "there is no model 'other'; this server has fake"},

@@ -24,7 +24,8 @@ from npm_clients import from_npm
 from pydantic import SecretStr
 from tap import tapping
 
-from llmserve.api.keep_alive import comment_of, error_of_body
+from llmserve.api.keep_alive import comment_of
+from llmserve.cluster.answer_forms import error_of_body
 from llmserve.cluster.places import Place
 from llmserve.engines.event_stream import PARTIAL_BYTES_MAX, UsageFilter
 from llmserve.engines.fake import FakeEngine, Fault

@@ -124,7 +124,7 @@ async def test_what_is_held_is_bounded_in_number_and_bytes(start_front: StartFro
         limits=ApiConfig(buffers_bytes_max=300_000),
         **SOON,
     )
-    held = [asyncio.ensure_future(front.post(user="x" * 140_000).__aenter__()) for _ in range(2)]
+    held = [asyncio.ensure_future(front.post(user="x" * size).__aenter__()) for size in (140_000, 10)]
     await until(lambda: front.cluster.scheduler.waiting == 2)
     async with front.post() as response:
         assert (response.status, (await response.json())["error"]["code"]) == (429, "queue_full")
