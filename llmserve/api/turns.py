@@ -11,14 +11,13 @@ if TYPE_CHECKING:
 
 READ_BYTES = 64 << 10  # at most of one connection at once
 LONG_READ_BYTES = 4 << 10  # a longer read ends the connection's turn
-READS_AT_ONCE = 4  # of connections that wait for their turn, in one turn of the event loop
 
 
 class Turns:
     """Connections that have just sent much wait here, and read on in the order in which they came.
 
-    So all of them together cost each turn of the event loop READS_AT_ONCE reads, however many they are, and the short
-    requests of others are read at once.
+    So all of them together cost each turn of the event loop one read, however many they are, and the short requests of
+    others are read at once.
     buffer : every connection reads into it, and is done with it when its callback returns
     """
 
@@ -34,8 +33,7 @@ class Turns:
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        turn = [self._waiting.popleft() for _ in range(min(READS_AT_ONCE, len(self._waiting)))]
+        connection = self._waiting.popleft()
         if self._waiting:
             self._loop.call_soon(self._next)
-        for connection in turn:
-            connection.take_turn()
+        connection.take_turn()
