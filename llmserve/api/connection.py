@@ -55,6 +55,7 @@ LINGER_S = 2.0  # a refused client may still send: without this wait its system 
 GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
 TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has reset the connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SLICE_BYTES = 4 << 10  # that are parsed before anyone looks at how many requests or fields they were
 VERSIONS = ("1.0", "1.1")
 SINGLE_FIELDS = {"host", "authorization", "x-api-key"}  # another proxy may take the other one of two
 LIST_FIELDS = {"x-forwarded-for", "content-encoding"}  # several are one list
@@ -90,8 +91,10 @@ class Connection(asyncio.BufferedProtocol):
         self._has_head = False
         self._serving: Exchange | None = None
         self._waiting: deque[Exchange] = deque()  # complete requests behind the one that is served
+        self._has_served = False  # a request, since the last read: one is enough for a turn of the event loop
         self._deaf = False  # what the client sends is not looked at any more
         self._unheard = False  # something was not looked at
+        self._rest = b""  # what came behind requests that wait
         self._held = 0  # reasons for which nothing is read
         self._half_closed = False
         self._closed = False
@@ -112,23 +115,50 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.turns.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        if nbytes > LONG_READ_BYTES:
+            self.hold(TURN)
+            self.server.turns.wait(self)
         if self._deaf:
             self._unheard = True
             return
+        self._has_served = False
         if self._reading is not None and not self._has_head:
             self._head_bytes += nbytes
-        data = self.server.turns.buffer[:nbytes]
+        self._take(self.server.turns.buffer[:nbytes])
+
+    def _take(self, data: memoryview) -> None:
+        """Read what came. Of many short requests, those behind the first ones wait unread until these are answered."""
+        size = len(data)
+        if size <= SLICE_BYTES:
+            self._parse(data)
+        else:
+            for start in range(0, size, SLICE_BYTES):
+                if self._waiting:
+                    self._rest = bytes(data[start:])
+                    break
+                if self._deaf or self._excess() is not None:
+                    self._unheard = True
+                    break
+                self._parse(data[start : start + SLICE_BYTES])
+        if self._reading is not None:
+            self._look_at(self._reading, size)
+
+    def _take_rest(self) -> None:
+        rest, self._rest = self._rest, b""
+        if self._deaf or self._closed:
+            return
+        self._has_served = False
+        self._take(memoryview(rest))
+        if not self._waiting:
+            self.release(BEHIND)
+
+    def _parse(self, data: memoryview) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._parse_on(data, upgrade)
         except httptools.HttpParserError as error:
             self._fail(error)
-        if self._reading is not None:
-            self._look_at(self._reading, nbytes)
-        if nbytes > LONG_READ_BYTES and not self._deaf:
-            self.hold(TURN)
-            self.server.turns.wait(self)
 
     def _parse_on(self, data: memoryview, upgrade: httptools.HttpParserUpgrade) -> None:
         """Read what is behind a head that asks for another protocol."""
@@ -193,10 +223,16 @@ class Connection(asyncio.BufferedProtocol):
         return None
 
     def _excess(self) -> RequestError | None:
+        """Why what has come of a request is too much, although it is not complete; None: it is not."""
+        if self._reading is None:
+            return None
+        fields = len(self._headers) + self._doubles
         if not self._has_head:
+            if fields > FIELDS_MAX:
+                return HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
             if self._head_bytes > HEAD_BYTES_MAX:
                 return HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
-        elif self._bodiless_bytes > HEAD_BYTES_MAX:
+        elif self._bodiless_bytes > HEAD_BYTES_MAX or fields > 2 * FIELDS_MAX:
             return BadRequest("the body has more around its chunks than in them", code="malformed_request")
         return None
 
@@ -372,14 +408,16 @@ class Connection(asyncio.BufferedProtocol):
     # ---- one request after the other ----
 
     def _queue(self, exchange: Exchange) -> None:
-        if self._serving is None:
+        if self._serving is None and not self._waiting and not self._has_served:
             self._serve(exchange)
-        else:
-            self._waiting.append(exchange)
-            self.hold(BEHIND)
+            return
+        if self._serving is None and not self._waiting:
+            asyncio.get_running_loop().call_soon(self._serve_next)
+        self._waiting.append(exchange)
+        self.hold(BEHIND)
 
     def _serve(self, exchange: Exchange) -> None:
-        self._serving, self.due_s = exchange, math.inf
+        self._serving, self.due_s, self._has_served = exchange, math.inf, True
         self.server.busy(self)
         if exchange.error is not None:
             self.server.handler.refused(exchange, exchange.error)
@@ -417,7 +455,9 @@ class Connection(asyncio.BufferedProtocol):
     def _serve_next(self) -> None:
         if self._waiting and self._serving is None and not self._closed:
             following = self._waiting.popleft()
-            if not self._waiting:
+            if not self._waiting and self._rest:
+                asyncio.get_running_loop().call_soon(self._take_rest)
+            elif not self._waiting:
                 self.release(BEHIND)
             self._serve(following)
 
@@ -427,10 +467,12 @@ class Connection(asyncio.BufferedProtocol):
         """Close now if no request is served, else after the last answer. A body on its way is refused."""
         if self._reading is not None and self._has_head:
             self._refuse_reading(Unavailable("the server is shutting down", code="draining", retry_after_s=1.0))
-        elif self._serving is None:
-            self.transport.close()
+        elif self._waiting:
+            self._waiting[-1].keep_alive = False
+        elif self._serving is not None:
+            self._serving.keep_alive = False
         else:
-            (self._waiting[-1] if self._waiting else self._serving).keep_alive = False
+            self.transport.close()
 
     def _close_softly(self) -> None:
         """Close after the client has got the last bytes, although it may still be sending."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from llmserve.api.answers import error_parts
 from llmserve.api.connection import HEAD_BYTES_MAX, Connection, http_date
 from llmserve.api.exchange import Exchange
+from llmserve.api.freed_memory import give_back
 from llmserve.api.proxies import TrustedProxies
 from llmserve.api.turns import Turns
 from llmserve.errors import ConfigError, ListenError, RequestError, Unavailable
@@ -26,9 +27,11 @@ log = logging.getLogger("llmserve")
 
 ACCEPTS_AT_ONCE = 64
 SWEEP_S = 0.5
-EVICT_AFTER_S = 1.0  # a connection that has just opened may be about to send
+EVICT_AFTER_S = 0.2  # a connection that has just opened may be about to send
 QUEUE_S = 5.0  # for which clients may wait to be accepted
 REFUSALS_MAX = 16  # connections that are refused, until the next sweep
+LARGE_BYTES = 128 << 10  # glibc gives smaller bodies to the next request
+FREED_BYTES, GIVE_BACK_EVERY_S = 8 << 20, 2.0  # of large bodies, after which memory is given back
 CLOSE_S, CLOSE_STALL_S = 30.0, 3.0
 LOG_EVERY_S = 10.0
 CONNECTIONS_MAX = 100_000
@@ -128,6 +131,8 @@ class Server:
         self.connections_max = limits.connections_max or _connections_max()
         self.turns = Turns()
         self._kept: dict[str, int] = {}  # bytes of requests in memory, by holder
+        self._freed_bytes = 0  # of large bodies, since memory was given back
+        self._gave_back_s = -math.inf
         self._unread_bytes = 0  # of all answers, at the last sweep
         self._listener = listener
         self._listener.setblocking(False)
@@ -174,6 +179,8 @@ class Server:
         self.body_bytes -= exchange.kept
         if held := self._kept.pop(exchange.holder) - exchange.kept:
             self._kept[exchange.holder] = held
+        if exchange.kept > LARGE_BYTES:
+            self._freed_bytes += exchange.kept
         exchange.kept = 0
 
     def now_s(self) -> float:
@@ -324,6 +331,9 @@ class Server:
                 log.exception("a connection failed, and is cut off")
                 self._cut(connection, "failed")
         self._cut_largest(buffers)
+        if self._freed_bytes > FREED_BYTES and now_s - self._gave_back_s > GIVE_BACK_EVERY_S:
+            self._freed_bytes, self._gave_back_s = 0, now_s
+            self._loop.run_in_executor(None, give_back)
         self._end_refusals()
         if not self._queued:
             self._queued_since_s = math.inf

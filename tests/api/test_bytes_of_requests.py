@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections import Counter
 from typing import Any
 
@@ -400,6 +401,21 @@ async def test_a_body_that_comes_byte_by_byte_costs_its_bytes() -> None:
         assert len((await client.answer())[1]) == size + len("POST /v1/x ")
 
 
+async def test_the_memory_of_large_bodies_is_given_back_and_small_ones_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back = threading.Event()
+    monkeypatch.setattr(listening, "give_back", given_back.set)
+    async with site() as at:
+        client = await at.client()
+        for size, number in ((50_000, 200), (1_000_000, 9)):
+            for _ in range(number):
+                await send_body(client, b"/v1/x", size)
+                assert (await client.answer())[0] == 200
+            await asyncio.sleep(0.1)
+            assert given_back.is_set() == (size > listening.LARGE_BYTES)
+
+
 # ---- room for connections -------------------------------------------------------------------------------------------
 
 
@@ -480,3 +496,67 @@ async def test_without_a_free_file_a_client_is_refused_rather_than_left_waiting(
         asker = await at.client()
         await asker.send(POST)
         assert await asker.answer() == ECHO
+
+
+async def test_a_pipeline_gets_one_answer_in_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[int] = []
+    serve, turn, counting = Connection._serve, 0, True
+
+    def counted(connection: Connection, exchange: Any) -> None:
+        answers.append(turn)
+        serve(connection, exchange)
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        if counting:
+            asyncio.get_running_loop().call_soon(count_turns)
+
+    monkeypatch.setattr(Connection, "_serve", counted)
+    async with site() as at:
+        client = await at.client()
+        count_turns()
+        await client.send(POST * 50 + upgrading(b"content-length: 5\r\n\r\nhello") * 50)
+        assert [await client.answer() for _ in range(100)] == [ECHO] * 100
+        counting = False
+        assert max(Counter(answers).values()) == 1
+
+
+async def test_of_a_long_pipeline_few_requests_are_read_ahead_and_all_are_answered() -> None:
+    async with site() as at:
+        client = await at.client()
+        short = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+        await client.send(b"GET /held HTTP/1.1\r\nhost: h\r\n\r\n" + short * 20_000 + POST)
+        await until(lambda: bool(at.echo.held))
+        (link,) = at.server.connections
+        await until(lambda: bool(link._waiting))
+        assert len(link._waiting) <= 2 * connection.SLICE_BYTES / len(short)
+        at.echo.held[0].respond(200, [], b"first")
+        assert await client.answer() == (200, b"first")
+        for _ in range(20_000):
+            assert await client.answer() == (200, b"GET / ")
+        assert await client.answer() == ECHO
+
+
+async def test_a_flood_of_fields_is_refused_after_a_slice_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = 0
+    take = Connection.on_header
+
+    def counted(link: Connection, name: bytes, value: bytes) -> None:
+        nonlocal fields
+        fields += 1
+        take(link, name, value)
+
+    monkeypatch.setattr(Connection, "on_header", counted)
+    async with site() as at:
+        for begin, status in (
+            (b"GET / HTTP/1.1\r\n", 431),
+            (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", 400),
+        ):
+            for field in (b"x: y\r\n", b"x-%d: y\r\n"):
+                client = await at.client()
+                flood = b"".join([field % number if b"%" in field else field for number in range(20_000)])
+                sending = asyncio.ensure_future(client.send(begin + flood))
+                assert (await client.answer())[0] == status
+                sending.cancel()
+    assert fields < 4 * 2 * connection.SLICE_BYTES / len(b"x: y\r\n")

@@ -128,7 +128,7 @@ async def ours(server: Server, pieces: list[bytes]) -> Outcome:
             part = piece[start : start + READ_BYTES]
             connection.get_buffer(-1)[: len(part)] = part
             connection.buffer_updated(len(part))
-    while connection._waiting and not wire.closing:  # noqa: ASYNC110 (each turn answers one)
+    while (connection._waiting or connection._rest) and not wire.closing:  # noqa: ASYNC110 (each turn answers one)
         await asyncio.sleep(0)
     connection.connection_lost(None)
     answers = wire.written.replace(CONTINUE, b"").count(b"HTTP/1.1 ")
@@ -385,7 +385,7 @@ STRICTER = {
     "a method, a version or a target that HTTP/1.1 here has not": (
         "Invalid method|Expected space after method|HTTP/2 Connection Preface|PRI/Upgrade|CONNECT is for proxies|"
         "Invalid (HTTP|major|minor) version|this server speaks HTTP/1.1|Expected HTTP/|Expected dot|Expected CRLF|"
-        "Unexpected space after start line|Unexpected (start )?char in url|Invalid char(acters)? in url"
+        "Unexpected space after start line|Unexpected (start )?char in url|Invalid char(acters)? in url|User callback error"
     ),
     "a line that does not end with CRLF, or is continued on the next one": (
         "Missing expected|Expected LF|Unexpected whitespace after header value|Invalid header (token|field char)"
@@ -394,7 +394,7 @@ STRICTER = {
     "a length that is there twice, in two ways, or as no plain number": (
         "Content-Length|Transfer-Encoding|transfer-encoding|Invalid character in chunk"
     ),
-    "a head larger than 64 KiB or 100 fields": "the head of the request",
+    "a head larger than 64 KiB or 100 fields, or a body above its limit": "the (head of the request|body is larger)",
     "two fields of a kind of which two proxies might take different ones": "the request has two fields",
 }
 """What is refused here and read by h11: nothing can be smuggled by what is refused. Patterns of the reason, by name."""
