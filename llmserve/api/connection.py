@@ -260,6 +260,8 @@ class Connection(asyncio.BufferedProtocol):
         for exchange in (self._serving, *self._waiting, self._reading):
             if exchange is not None:
                 exchange.gone()
+        self._serving = self._reading = None  # another cycle, with the bodies
+        self._waiting.clear()
 
     # ---- the parser's callbacks ----
 

@@ -192,7 +192,7 @@ class Exchange:
 
     def _finish(self) -> None:
         if not self.ended:
-            self.ended, self.on_gone, self.on_silence = True, None, None
+            self.ended, self.on_gone, self.on_silence, self._grown = True, None, None, None
             if self.kept:
                 self._connection.server.forget(self)
             if self.upload is not None:

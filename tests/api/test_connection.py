@@ -48,6 +48,21 @@ async def test_a_closed_connection_is_freed_without_a_garbage_collection() -> No
             gc.enable()
 
 
+async def test_a_connection_that_is_lost_in_a_body_is_freed_without_a_garbage_collection() -> None:
+    async with site() as at:
+        client = await at.client()
+        await client.send(POST[:-1])
+        await until(lambda: at.server.body_bytes == 4)
+        gc.collect()
+        gc.disable()
+        try:
+            (served,) = map(weakref.ref, at.server.connections)
+            client.writer.close()
+            await until(lambda: served() is None)
+        finally:
+            gc.enable()
+
+
 async def test_a_request_behind_a_slow_one_waits_for_its_turn() -> None:
     async with site() as at:
         client = await at.client()

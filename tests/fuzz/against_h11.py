@@ -385,7 +385,8 @@ STRICTER = {
     "a method, a version or a target that HTTP/1.1 here has not": (
         "Invalid method|Expected space after method|HTTP/2 Connection Preface|PRI/Upgrade|CONNECT is for proxies|"
         "Invalid (HTTP|major|minor) version|this server speaks HTTP/1.1|Expected HTTP/|Expected dot|Expected CRLF|"
-        "Unexpected space after start line|Unexpected (start )?char in url|Invalid char(acters)? in url|User callback error"
+        "Unexpected space after start line|Unexpected (start )?char in url|Invalid char(acters)? in url|"
+        "User callback error"
     ),
     "a line that does not end with CRLF, or is continued on the next one": (
         "Missing expected|Expected LF|Unexpected whitespace after header value|Invalid header (token|field char)"
