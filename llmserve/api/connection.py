@@ -25,19 +25,23 @@ from collections import deque
 from collections.abc import Callable
 from email.utils import formatdate
 from typing import TYPE_CHECKING, cast
-from urllib.parse import unquote
 
 import httptools
 
 from llmserve.api.exchange import Exchange
-from llmserve.api.paths import plain
+from llmserve.api.heads import (
+    FIELDS_MAX,
+    excess_of,
+    excess_so_far,
+    framing_of,
+    path_and_query,
+    too_large,
+    unspoken,
+)
 from llmserve.api.streamed import BODY_S, DISK, pass_on
-from llmserve.api.turns import LONG_READ_BYTES
+from llmserve.api.turns import LONG_READ_BYTES, TURN
 from llmserve.errors import (
     BadRequest,
-    BodyTooLarge,
-    HeadTooLarge,
-    MethodNotAllowed,
     RequestError,
     RequestTimeout,
     Unavailable,
@@ -46,8 +50,6 @@ from llmserve.errors import (
 if TYPE_CHECKING:
     from llmserve.api.listening import Server
 
-HEAD_BYTES_MAX = 64 << 10
-FIELDS_MAX = 100
 HEAD_S = 10.0
 UNREAD_BODY_BYTES_MAX = 64 << 10  # of a body that no handler reads
 KEEP_ALIVE_S = 75.0
@@ -56,10 +58,9 @@ GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
 TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has reset the connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SLICE_BYTES = 4 << 10  # that are parsed before anyone looks at how many requests or fields they were
-VERSIONS = ("1.0", "1.1")
 SINGLE_FIELDS = {"host", "authorization", "x-api-key"}  # another proxy may take the other one of two
 LIST_FIELDS = {"x-forwarded-for", "content-encoding"}  # several are one list
-TURN, BEHIND = 1, 2  # why nothing is read: others' turn, requests wait. DISK: see streamed.py
+BEHIND = 2  # why nothing is read: requests wait. TURN: see turns.py. DISK: see streamed.py
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -213,28 +214,12 @@ class Connection(asyncio.BufferedProtocol):
                 self.server.busy(self)
             self._invite()
 
-    def _head_excess(self, reading: Exchange) -> RequestError | None:
-        headers = reading.headers
-        if len(headers) + self._doubles > FIELDS_MAX:
-            return HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
-        head_bytes = sum([len(name) + len(value) for name, value in headers.items()], self._doubles_bytes)
-        if head_bytes + len(reading.query) > HEAD_BYTES_MAX:
-            return HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
-        return None
-
     def _excess(self) -> RequestError | None:
         """Why what has come of a request is too much, although it is not complete; None: it is not."""
         if self._reading is None:
             return None
         fields = len(self._headers) + self._doubles
-        if not self._has_head:
-            if fields > FIELDS_MAX:
-                return HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
-            if self._head_bytes > HEAD_BYTES_MAX:
-                return HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
-        elif self._bodiless_bytes > HEAD_BYTES_MAX or fields > 2 * FIELDS_MAX:
-            return BadRequest("the body has more around its chunks than in them", code="malformed_request")
-        return None
+        return excess_so_far(fields, self._bodiless_bytes if self._has_head else None, self._head_bytes)
 
     def eof_received(self) -> bool:
         """Keep the connection open while a request is served."""
@@ -298,41 +283,32 @@ class Connection(asyncio.BufferedProtocol):
         if self._framing:
             return
         if self._head_bytes or len(reading.headers) + self._doubles > FIELDS_MAX:
-            reading.error = self._head_excess(reading) or reading.error
+            reading.error = excess_of(reading, self._doubles, self._doubles_bytes) or reading.error
         self._has_head, self._bodiless_bytes = True, 0
         reading.method = parser.get_method().decode("latin-1")
         reading.path, reading.query = path_and_query(reading.query if reading.method != "CONNECT" else b"*")
         version = parser.get_http_version()
         reading.old = version == "1.0"
         reading.keep_alive = parser.should_keep_alive()
-        if reading.error is None and version not in VERSIONS:
-            reading.error = BadRequest(f"this server speaks HTTP/1.1, not HTTP/{version}", code="http_version")
         if reading.error is None:
-            reading.error = self._refusal(reading)
+            reading.error = unspoken(reading, version) or self._refusal(reading)
         else:
             reading.keep_alive = False
         if (expected := reading.headers.get("expect")) is not None:
             reading.expects_continue = expected.lower() == "100-continue" and not reading.old
         if parser.should_upgrade():
-            self._framing = _framing(reading)
+            self._framing = framing_of(reading)
         self.due_s = self.server.now_s() + BODY_S if self._serving is None else math.inf
 
     def _refusal(self, reading: Exchange) -> RequestError | None:
         """Why the request is refused at its head; None: it is not."""
-        headers = reading.headers
-        if reading.method == "CONNECT":
-            reading.keep_alive = False  # what follows is no HTTP
-            return MethodNotAllowed("CONNECT is for proxies")
-        if (coding := headers.get("transfer-encoding")) is not None:
+        if "transfer-encoding" in reading.headers:
             self._headers = {}
-            if coding.lower() != "chunked":
-                reading.keep_alive = False
-                return BadRequest(f"`transfer-encoding`: must be chunked, not {coding}", code="transfer_encoding")
             reading.keep_alive = reading.keep_alive and not reading.old
-        length = headers.get("content-length", "")
+        length = reading.headers.get("content-length", "")
         body_bytes = int(length[:20]) if length.isdigit() else 0
         if body_bytes > self.server.limits.body_bytes_max and reading.path not in self.server.limits.streamed:
-            return self._too_large(reading)
+            return too_large(reading, self.server.limits.body_bytes_max)
         try:
             self.server.handler.admit(reading)
         except RequestError as error:
@@ -340,15 +316,8 @@ class Connection(asyncio.BufferedProtocol):
         address = reading.address if self.server.limits.trusted_proxies else self._address
         reading.holder = self.holder = reading.key or address
         if body_bytes > UNREAD_BODY_BYTES_MAX and not reading.keeps_body:
-            return self._too_large(reading)
+            return too_large(reading, self.server.limits.body_bytes_max)
         return None
-
-    def _too_large(self, reading: Exchange) -> BodyTooLarge:
-        if reading.keeps_body:
-            return BodyTooLarge(
-                f"the body is larger than {self.server.limits.body_bytes_max:,} bytes (--body-bytes-max)"
-            )
-        return BodyTooLarge(f"{reading.method} {reading.path} takes no body, and this one is large")
 
     def _take_body(self) -> None:
         """Take what one read of the socket brought of the body."""
@@ -362,7 +331,7 @@ class Connection(asyncio.BufferedProtocol):
         if reading.upload is not None:
             pass_on(self, reading, part)
         elif reading.read > (self.server.limits.body_bytes_max if reading.keeps_body else UNREAD_BODY_BYTES_MAX):
-            reading.error = self._too_large(reading)
+            reading.error = too_large(reading, self.server.limits.body_bytes_max)
         elif reading.keeps_body:
             reading.error = self.server.keep(reading, len(part))
             if reading.error is None:
@@ -403,9 +372,6 @@ class Connection(asyncio.BufferedProtocol):
         held, self._held = self._held, self._held & ~reason
         if held and not self._held and not self._closed and not self.transport.is_closing():
             self.transport.resume_reading()
-
-    def take_turn(self) -> None:
-        self.release(TURN)
 
     # ---- one request after the other ----
 
@@ -547,25 +513,6 @@ class Connection(asyncio.BufferedProtocol):
     def _wake(self) -> None:
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
-
-
-def path_and_query(target: bytes) -> tuple[str, bytes]:
-    """The decoded path and the query of a request's target, which may be a URL, or `*`. Raises HttpParserError."""
-    if not target.startswith(b"/") or b"#" in target:
-        url = httptools.parse_url(target) if target != b"*" else None
-        target = (url.path or b"/") + (b"?" + url.query if url.query else b"") if url is not None else b"*"
-    path, _, query = target.partition(b"?")
-    if b"//" in path or path.endswith(b"/"):
-        path = plain(path)
-    return path.decode("latin-1") if b"%" not in path else unquote(path.decode("latin-1")), query
-
-
-def _framing(reading: Exchange) -> bytes:
-    """The line of a head that says how long the body is; empty: there is no body."""
-    if "transfer-encoding" in reading.headers:
-        return b"transfer-encoding: chunked"
-    length = reading.headers.get("content-length", "0")
-    return f"content-length: {length}".encode() if length.strip("0") else b""
 
 
 def http_date() -> bytes:

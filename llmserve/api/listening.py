@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from llmserve.api.answers import error_parts
-from llmserve.api.connection import HEAD_BYTES_MAX, Connection, http_date
+from llmserve.api.connection import Connection, http_date
 from llmserve.api.exchange import Exchange
 from llmserve.api.freed_memory import give_back
+from llmserve.api.heads import HEAD_BYTES_MAX
 from llmserve.api.proxies import TrustedProxies
 from llmserve.api.turns import Turns
 from llmserve.errors import ConfigError, ListenError, RequestError, Unavailable

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from llmserve.api.connection import Connection
 
 READ_BYTES = 64 << 10  # at most of one connection at once
+TURN = 1  # Connection.hold
 LONG_READ_BYTES = 4 << 10  # a longer read ends the connection's turn
 
 
@@ -27,7 +28,7 @@ class Turns:
         self._waiting: deque[Connection] = deque()
 
     def wait(self, connection: Connection) -> None:
-        """Let the connection read on when its turn comes: Connection.take_turn is called."""
+        """Let the connection, which is held, read on when its turn comes."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             self._loop.call_soon(self._next)
@@ -36,4 +37,4 @@ class Turns:
         connection = self._waiting.popleft()
         if self._waiting:
             self._loop.call_soon(self._next)
-        connection.take_turn()
+        connection.release(TURN)

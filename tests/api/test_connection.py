@@ -11,7 +11,7 @@ import pytest
 from front import until
 from raw_site import POST, Client, Site, site
 
-from llmserve.api import connection, listening
+from llmserve.api import connection, heads, listening
 from llmserve.api.exchange import Exchange
 
 
@@ -115,7 +115,7 @@ async def test_a_head_request_gets_no_body() -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET / HTTP/1.1\r\nhost: h\r\nx: " + b"a" * connection.HEAD_BYTES_MAX + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: h\r\nx: " + b"a" * heads.HEAD_BYTES_MAX + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: h\r\nx: " + b"a" * (8 << 20),
         b"GET /" + b"a" * (8 << 20),
         b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 101 + b"\r\n",

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from front import Front, StartFront
 
-from llmserve.api.connection import path_and_query
+from llmserve.api.heads import path_and_query
 from llmserve.engines.fake import FakeEngine
 
 CHAT = b'{"model":"fake","messages":[{"role":"user","content":"hi"}]}'

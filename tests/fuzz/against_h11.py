@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import h11
 import httptools
 
-from llmserve.api.connection import CONTINUE, Connection, path_and_query
+from llmserve.api.connection import CONTINUE, Connection
 from llmserve.api.exchange import Exchange
+from llmserve.api.heads import path_and_query
 from llmserve.api.listening import DoorLimits, Server, listening_socket
 from llmserve.api.turns import READ_BYTES
 from llmserve.errors import RequestError
