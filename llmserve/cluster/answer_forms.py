@@ -43,6 +43,7 @@ class StreamReader(Protocol):
     over: bool
     failed: ErrorObject | None
     failed_data: bytes
+    failed_event: bytes
 
     @property
     def ended(self) -> bool: ...

@@ -20,7 +20,14 @@ from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt, told_tokens
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import NOTHING, Answer, EngineError
-from llmserve.engines.error_objects import ErrorObject, error_in, is_error_body, may_be_error, retry_after_s
+from llmserve.engines.error_objects import (
+    ErrorObject,
+    Verdict,
+    error_in,
+    is_error_body,
+    may_be_error,
+    retry_after_s,
+)
 from llmserve.engines.event_stream import Usage
 from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
 from llmserve.logs import about
@@ -253,9 +260,7 @@ class Forwarding:
 
         status, body : for the client
         """
-        answer, call = self._answer, self.in_flight.call
-        names_model = answer.status == 404 and call.form in (None, COMPLETION)
-        verdict = answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
+        answer, verdict = self._answer, self._verdict(error, body)
         head = msgspec.structs.replace(self._head(body), status=status)
         if answer.status < 400:
             head = msgspec.structs.replace(head, content_type=JSON)
@@ -272,6 +277,12 @@ class Forwarding:
             refused=verdict.refused,
             rest_s=self._rest_s(refused=verdict.refused),
         )
+
+    def _verdict(self, error: ErrorObject | None, body: bytes) -> Verdict:
+        """What follows from an error before any content."""
+        answer, call = self._answer, self.in_flight.call
+        names_model = answer.status == 404 and call.form in (None, COMPLETION)
+        return answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
 
     def _rest_s(self, *, refused: bool) -> float | None:
         """How long the engine asks to be left alone; None: it does not ask."""
@@ -343,17 +354,20 @@ class Forwarding:
         return self._completed(usage.output_tokens)
 
     def _stream_failed(self, usage: StreamReader) -> RequestEnded:
-        """The engine has told an error within its stream."""
-        error = usage.failed
+        """The engine has told an error within its stream. The client's own error passes as the engine tells it."""
+        error, in_flight = usage.failed, self.in_flight
         assert error is not None, "the stream has failed"
-        if self.in_flight.answered:
-            return self._cut_off(error)
-        body = usage.failed_data
-        if not is_error_body(body):
-            body = msgspec.json.encode(
-                self._form.error(EngineFailed(error.message or "the engine failed this request"))
-            )
-        return self._told(error, error.status, body)
+        if not in_flight.answered:
+            body = usage.failed_data
+            if not is_error_body(body):
+                told = EngineFailed(error.message or "the engine failed this request")
+                body = msgspec.json.encode(self._form.error(told))
+            verdict = self._verdict(error, body)
+            if verdict.fault or verdict.refused or b"data:" not in usage.failed_event:
+                return self._told(error, error.status, body)
+            self._begin(None)
+            in_flight.feed(usage.failed_event)
+        return self._cut_off(error)
 
     @property
     def _is_page(self) -> bool:

@@ -117,13 +117,14 @@ class Passing:
     began     content has come
     stalled   the last feed brought nothing that shows that the engine works. Whoever has read this sets it back
     failed    what the event of an error says; that event passes only after content.  failed_data : its data
+    failed_event  the event itself, behind what was held back before it
     over      the marker of the end has passed: what follows is nobody's answer
     """
 
     def __init__(self) -> None:
         self.in_parts = self.began = self.stalled = self.over = False
         self.failed: ErrorObject | None = None
-        self.failed_data = b""
+        self.failed_data = self.failed_event = b""
         self._partial = self._held = b""
         self._only_comments = True  # in what is held back
 
@@ -163,7 +164,8 @@ class Passing:
     def _look_for_error(self, event: bytes) -> bool:
         self.failed = error_of_event(event)
         if self.failed is not None:
-            self.failed_data, self.stalled = data_of(event).strip(), False
+            self.failed_data, self.failed_event = data_of(event).strip(), self._held + event
+            self.stalled = False
         return self.failed is not None
 
     def flush(self) -> bytes:

@@ -121,6 +121,19 @@ async def test_the_error_of_every_engine_gets_its_own_status(start_front: StartF
         assert (status, json.loads(body)["error"]["message"]) == (500, "EngineCore died")
 
 
+async def test_a_clients_error_that_no_client_would_read_gets_a_status(start_front: StartFront) -> None:
+    """Clients skip the field `error` of an event, which llama.cpp's servers of 2025 write."""
+    said = b'error: {"code":400,"message":"the prompt is too long","type":"invalid_request_error"}\n\n' + DONE
+    async with (
+        LyingEngine(chunked(said, headers=EVENTS)) as engine,
+        LyingEngine(chunked(said, headers=EVENTS)) as other,
+    ):
+        front = await start_front(engines=settings(engine, other))
+        status, body = await ask(front, STREAMED[0], stream=True)
+        assert (status, json.loads(body)["error"]["message"]) == (400, "the prompt is too long")
+        assert len(engine.requests) + len(other.requests) == 1
+
+
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_of_the_client_under_status_200_is_passed_on_and_not_repeated(
@@ -131,7 +144,10 @@ async def test_an_error_of_the_client_under_status_200_is_passed_on_and_not_repe
     async with LyingEngine(answer) as engine, LyingEngine(answer) as other:
         front = await start_front(engines=settings(engine, other))
         status, body = await ask(front, path, stream=stream)
-        assert (status, json.loads(body)) == (400, told)
+        if stream:  # as the engine tells it, and as it would without us
+            assert (status, body) == (200, event(told) + (DONE if "completions" in path else b""))
+        else:
+            assert (status, json.loads(body)) == (400, told)
         assert len(engine.requests) + len(other.requests) == 1
         (end,) = await ends(front)
         assert (end.outcome, end.fault) == ("failed", False)
