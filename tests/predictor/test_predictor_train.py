@@ -94,7 +94,7 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     status = load_script("train_predictor").main()
     output = capsys.readouterr()
     assert status == 0, output.err
-    assert "Not usable: 1 x not a JSON object." in output.err
+    assert "Not usable: 1 x not JSON; the first: " in output.err
     assert "epoch 8/8: validation loss" in output.err
     assert "| predictor |" in output.out
 
@@ -103,7 +103,7 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     assert held_out["predictor"]["mae_tokens"] < held_out["constant"]["mae_tokens"] / 2
     assert held_out["predictor"]["mae_tokens"] < held_out["prompt length"]["mae_tokens"] / 2
     assert held_out["predictor"]["kendall_tau"] > 0.6
-    assert metrics["bad"] == {"not a JSON object": 1}
+    assert metrics["bad"] == {"not JSON": 1}
     assert metrics["arguments"][:4] == ["--data", "toy.jsonl", "--output", "out"]
     assert str(tmp_path) not in json.dumps(metrics)
 

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_engines import engine, placed
 from test_orders import one_by_one
@@ -234,6 +234,15 @@ class World:
         for name in names:
             self.tell(EngineReady(engine(name, slots=self.rng.randint(1, 4))), 0.0)
 
+    @property
+    def tries_max(self) -> float:
+        """How often an engine that refuses may be tried: once at first, and once after each rest, with all its slots.
+
+        Rests last 3 s where the engine asks for that, else 1, 2, 4, ... 32, 32, ... s.
+        """
+        lasted_s = self.steps[-1].now_s
+        return 2 + lasted_s / self.asks if self.asks else 7 + lasted_s / 32
+
     def tell(self, event: object, now_s: float) -> None:
         actions = self.scheduler.handle(event, now_s)  # type: ignore[arg-type]
         check(self.scheduler)
@@ -274,6 +283,7 @@ class World:
                 self.tell(event, at_s)
 
 
+@example(seed=685, order="fffs")  # the engine that works is slow, so that the world lasts two minutes
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), order=st.sampled_from(["fffs", "shortest", "boost", "flex"]))
 def test_every_request_is_answered_if_one_engine_takes_it_and_refusals_draw_no_traffic(seed: int, order: str) -> None:
@@ -283,7 +293,7 @@ def test_every_request_is_answered_if_one_engine_takes_it_and_refusals_draw_no_t
     if names - world.refusing:
         assert (len(world.completed), world.failed) == (200, {})
         for name in world.refusing:
-            assert world.runs[name] <= 30 * world.scheduler.engines[name].info.slots, "a minute of requests was drawn"
+            assert world.runs[name] <= world.tries_max * world.scheduler.engines[name].info.slots
     else:
         assert set(world.failed.values()) == {"refused"}
         assert sum(world.runs.values()) <= 200 * len(names)
