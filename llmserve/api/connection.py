@@ -451,6 +451,7 @@ class Connection(asyncio.BufferedProtocol):
         self.release(TURN | BEHIND | DISK)
         self.transport.write_eof()
         self.due_s = self.server.now_s() + LINGER_S
+        self.server.lingers(self)
 
     def overdue(self) -> str:
         """Close because the client is late. Returns what was late."""

@@ -32,7 +32,9 @@ EVICT_AFTER_S = 0.2  # a connection that has just opened may be about to send
 QUEUE_S = 5.0  # for which clients may wait to be accepted
 REFUSALS_MAX = 16  # connections that are refused, until the next sweep
 LARGE_BYTES = 128 << 10  # glibc gives smaller bodies to the next request
-FREED_BYTES, GIVE_BACK_EVERY_S = 8 << 20, 2.0  # of large bodies, after which memory is given back
+FREED_BYTES, GIVE_BACK_EVERY_S = 8 << 20, 2.0  # of large bodies and connections, after which memory is given back
+CONNECTION_BYTES = 4 << 10  # of memory, about
+LINGERING_MAX = 256  # connections that were refused, and wait for their clients to stop sending
 CLOSE_S, CLOSE_STALL_S = 30.0, 3.0
 LOG_EVERY_S = 10.0
 CONNECTIONS_MAX = 100_000
@@ -132,12 +134,13 @@ class Server:
         self.connections_max = limits.connections_max or _connections_max()
         self.turns = Turns()
         self._kept: dict[str, int] = {}  # bytes of requests in memory, by holder
-        self._freed_bytes = 0  # of large bodies, since memory was given back
+        self._freed_bytes = 0  # of large bodies and connections, since memory was given back
         self._gave_back_s = -math.inf
         self._unread_bytes = 0  # of all answers, at the last sweep
         self._listener = listener
         self._listener.setblocking(False)
         self._idle: OrderedDict[Connection, float] = OrderedDict()  # since when, the longest first
+        self._lingering: OrderedDict[Connection, None] = OrderedDict()  # in the order in which they were refused
         self._queued = False  # whether clients waited to be accepted, since the last sweep
         self._queued_since_s = math.inf  # since when
         self._refused: deque[socket.socket] = deque()  # their clients still read the refusal
@@ -307,7 +310,17 @@ class Server:
     def closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
         self._idle.pop(connection, None)
+        self._lingering.pop(connection, None)
+        self.turns.leave(connection)
+        self._freed_bytes += CONNECTION_BYTES
         self._accept_again()
+
+    def lingers(self, connection: Connection) -> None:
+        """Note a connection that is closed once its client stops sending. Of very many the first are closed at once."""
+        self._lingering[connection] = None
+        if len(self._lingering) > LINGERING_MAX:
+            first, _ = self._lingering.popitem(last=False)
+            first.abort()
 
     def malformed(self, peer: str, error: Exception) -> None:
         """Log a request that is no HTTP, once in a while: anybody can send such."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,16 +25,26 @@ class Turns:
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(READ_BYTES))
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Connection] = deque()
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._coming = False  # whether the next turn is on its way
 
     def wait(self, connection: Connection) -> None:
         """Let the connection, which is held, read on when its turn comes."""
-        self._waiting.append(connection)
-        if len(self._waiting) == 1:
+        self._waiting[connection] = None
+        self._go_on()
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection that is lost: what waits here would keep it in memory, and cost the others a turn."""
+        self._waiting.pop(connection, None)
+
+    def _go_on(self) -> None:
+        if self._waiting and not self._coming:
+            self._coming = True
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        connection = self._waiting.popleft()
+        self._coming = False
         if self._waiting:
-            self._loop.call_soon(self._next)
-        connection.release(TURN)
+            connection, _ = self._waiting.popitem(last=False)
+            self._go_on()
+            connection.release(TURN)

@@ -560,3 +560,32 @@ async def test_a_flood_of_fields_is_refused_after_a_slice_of_it(monkeypatch: pyt
                 assert (await client.answer())[0] == status
                 sending.cancel()
     assert fields < 4 * 2 * connection.SLICE_BYTES / len(b"x: y\r\n")
+
+
+async def test_a_connection_that_is_lost_waits_for_no_turn_and_stays_in_no_memory() -> None:
+    """Each sends more than a short read, so that each waits for its turn when it goes."""
+    async with site() as at:
+        gone = [await at.client() for _ in range(50)]
+        for client in gone:
+            client.writer.write(b"POST /v1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 99999\r\n\r\n" + b"x" * 50_000)
+        await until(lambda: len(at.server.connections) == 50)
+        for client in gone:
+            client.writer.transport.abort()
+        await until(lambda: not at.server.connections)
+        assert not at.server.turns._waiting
+        asker = await at.client()
+        await asker.send(POST)
+        assert await asker.answer() == ECHO
+
+
+async def test_of_very_many_refused_clients_that_go_on_sending_the_first_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "LINGERING_MAX", 3)
+    async with site() as at:
+        refused = [await at.client() for _ in range(10)]
+        for client in refused:
+            await client.send(b"no HTTP\r\n\r\n" + b"x" * 10_000)
+            assert (await client.answer())[0] == 400
+        await until(lambda: len(at.server.connections) == 3)
+        assert set(at.server._lingering) == at.server.connections
