@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import sqlite3
+import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 from sqlalchemy import Connection, event, inspect, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from llmserve.errors import ConfigError, Unavailable
@@ -26,6 +28,7 @@ from llmserve.extras import need
 REVISION = "0002"  # the newest migration; a test compares
 BUSY_S = 30  # that a server's own work waits for the lock of SQLite
 CLIENT_WAITS_S = 3.0  # that a client waits for it
+TRY_MS = 200  # that SQLite waits at once: nothing ends its wait, a client's time neither
 WRITER = 0x6C6C6D73  # number of PostgreSQL's advisory lock for transactions that write
 ALIVE = 0x6C6C6D74  # first number of the locks that servers hold while they live
 
@@ -58,7 +61,7 @@ class Database:
         await stack.enter_async_context(self._turn)
         connection = await stack.enter_async_context(self.engine.connect())
         if self.is_sqlite:
-            await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            await _begin_immediate(connection)
         else:
             await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITER})
         return connection
@@ -75,6 +78,19 @@ class Database:
 
     async def close(self) -> None:
         await self.engine.dispose()
+
+
+async def _begin_immediate(connection: AsyncConnection) -> None:
+    """Begin a transaction of SQLite that writes, once no other program writes. Raises OperationalError after BUSY_S."""
+    until_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            await connection.exec_driver_sql("BEGIN IMMEDIATE")
+        except OperationalError as error:
+            if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
+                raise
+        else:
+            return
 
 
 def sqlite_url(path: Path) -> str:
@@ -115,6 +131,7 @@ def _engine(url: str) -> AsyncEngine:
         cursor = connection.cursor()  # type: ignore[attr-defined]
         for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             cursor.execute(f"PRAGMA {pragma}")
+        cursor.execute(f"PRAGMA busy_timeout = {TRY_MS}")
         cursor.close()
 
     @event.listens_for(engine.sync_engine, "invalidate")

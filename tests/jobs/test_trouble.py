@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 
 from llmserve.engines.fake import FakeEngine
 from llmserve.jobs import batch_store, file_store
+from llmserve.jobs.database import BUSY_S
 from llmserve.jobs.folder import Appended
 from llmserve.jobs.work_store import WorkStore
 from llmserve.serve import serving
@@ -149,7 +150,8 @@ async def test_a_locked_database_is_a_refusal_that_comes_soon(
     locking.execute("BEGIN IMMEDIATE")
     for asked in (client.files.create(file=b"x", purpose="batch"), client.files.delete(batch.input_file_id)):
         with pytest.raises(openai.InternalServerError, match="locked by another program") as refusal:
-            await asked
+            async with asyncio.timeout(BUSY_S / 2):
+                await asked
         assert refusal.value.code == "store_unavailable"
         assert refusal.value.response.headers["retry-after"]
     assert (await client.batches.retrieve(batch.id)).status == "completed", "what only reads goes on"
