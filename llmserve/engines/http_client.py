@@ -393,10 +393,13 @@ class HttpClient:
     """Requests to the server at `url`, over as many connections as there are requests at once.
 
     connect_s, idle_s, answer_s  longest connecting, longest silence in an answer, and longest time of a whole answer
+    beside  another client of the server, with which this one shares the server's addresses
     Raises ValueError for a URL that is not http or https.
     """
 
-    def __init__(self, url: str, *, connect_s: float, idle_s: float, answer_s: float) -> None:
+    def __init__(
+        self, url: str, *, connect_s: float, idle_s: float, answer_s: float, beside: HttpClient | None = None
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL of http or https")
@@ -405,7 +408,9 @@ class HttpClient:
         self.heard_s = -math.inf  # on the event loop's clock, when bytes of a good answer came that are no comment
         self.connections: set[_Connection] = set()
         tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._connector = Connector(parts.hostname, parts.port or (443 if tls is not None else 80), tls, connect_s)
+        port = parts.port or (443 if tls is not None else 80)
+        own = Connector(parts.hostname, port, tls, connect_s)
+        self._connector: Connector = beside._connector if beside is not None else own
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self._authority = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         if parts.port is not None:

@@ -250,7 +250,10 @@ class OpenAIEngine:
         times = self._timeouts
         self._client = HttpClient(self.url, connect_s=times.connect_s, idle_s=times.idle_s, answer_s=times.answer_s)
         probe_s = times.probe_s
-        self._probes = HttpClient(self.url, connect_s=probe_s, idle_s=probe_s, answer_s=probe_s)
+        # The first requests of all need no look at the server's name, which would shuffle them: a probe had that.
+        self._probes = HttpClient(
+            self.url, connect_s=times.connect_s, idle_s=probe_s, answer_s=probe_s, beside=self._client
+        )
         self._openings: dict[str, bytes] = {}
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
