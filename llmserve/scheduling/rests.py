@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 from llmserve.scheduling.circuit import PAUSE_GROWTH, PAUSES_MAX
 
-RESTS_S_MAX = (
-    60.0  # however long the engine asks for: a request a minute costs nothing, a wrong clock must not cost more
-)
+RESTS_S_MAX = 60.0
+"""However long an engine asks for: a request a minute costs nothing, and a wrong clock must not cost more."""
 
 
 class Rest:
