@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from front import until
 
 from predictor import process
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
@@ -297,11 +298,15 @@ async def test_a_predictor_that_was_not_started_raises_an_error(tmp_path: Path) 
 
 
 async def test_a_cancelled_start_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "worker_command", lambda *_: ["sleep", "600"])
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await PredictorProcess(tmp_path).start()
-    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "600"]]
+    note = tmp_path / "pid"
+    script = 'echo $$ > "$0.new" && mv "$0.new" "$0" && exec sleep 600'
+    monkeypatch.setattr(process, "worker_command", lambda *_: ["sh", "-c", script, str(note)])
+    starting = asyncio.create_task(PredictorProcess(tmp_path).start())
+    await until(note.exists)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.pid_exists(int(note.read_text()))
 
 
 async def test_a_child_that_is_not_ready_in_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
