@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmserve.simulation.scenario import Answers
 
 BROKEN_PIPE = 141  # exit status, as in shells
-COMMANDS = {  # modules of this package, each with add_arguments and main
+COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
     "serve": "run the front-end, with its own engine or other engines",
     "simulate": "run the same scheduler under a virtual clock",
     "tune": "replay a server's journal under other orders, and name the best",
@@ -64,7 +64,7 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if name != chosen:
             commands.add_parser(name, help=help_)
             continue
-        module = importlib.import_module(f"llmserve.{name}")
+        module = importlib.import_module(f"llmserve.commands.{name}")
         command = commands.add_parser(
             name,
             help=help_,
@@ -127,8 +127,8 @@ def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = N
 
 
 def _read_answers(source: str, folder: str | None, *, learning: bool = False) -> Answers:
-    """Call llmserve.prompt_rows.read_answers: the simulator gets the function from here, and imports no predictor."""
-    from llmserve.prompt_rows import read_answers
+    """Call simulation.prompt_rows.read_answers: the simulator gets the function from here, and imports no predictor."""
+    from llmserve.simulation.prompt_rows import read_answers
 
     return read_answers(source, folder, learning=learning)
 

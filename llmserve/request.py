@@ -148,8 +148,8 @@ class Call(msgspec.Struct, frozen=True):
     share, weight      who answers for the cost, and its weight; see Request
     tier, priority     `service_tier` and `priority` of the body: what the client asks for
     background         a line of a job, see Request; after_tokens : likewise
-    form               how the answer is read (cluster/answer_forms.py); None: as a completion
-    lane               name of the queue, see cluster/lanes.py; "": the model's own
+    form               how the answer is read (wire/answer_forms.py); None: as a completion
+    lane               name of the queue, see live/lanes.py; "": the model's own
     content_type       of the body; "" for JSON
     previous           id of the earlier response that the prompt goes on from; "" for none
     """

@@ -2,8 +2,8 @@
 
 import sys
 
-from llmserve import bench
 from llmserve.__main__ import run_script
+from llmserve.commands import bench
 
 
 def main() -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmserve import evaluate
 from llmserve.__main__ import run_script
+from llmserve.commands import evaluate
 
 
 def main() -> int:

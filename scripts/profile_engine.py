@@ -4,8 +4,8 @@
 import sys
 from collections.abc import Sequence
 
-from llmserve import profile
 from llmserve.__main__ import run_script
+from llmserve.commands import profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmserve import train
 from llmserve.__main__ import run_script
+from llmserve.commands import train
 
 
 def main() -> int:

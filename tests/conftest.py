@@ -13,10 +13,10 @@ import hypothesis
 import pytest
 from front import Front, StartFront, until
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.policies import SchedulingConfig
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
+from llmserve.commands.serve import serving
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks another host
 
@@ -25,23 +25,23 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 ONE_AT_A_TIME = (  # prefixes of test ids, marked `serial` unless they need vLLM
-    "tests/cluster/test_fleet.py::test_after_thousands_of_disconnects",
-    "tests/cluster/test_live_equals_simulated.py",
+    "tests/live/test_fleet.py::test_after_thousands_of_disconnects",
+    "tests/live/test_live_equals_simulated.py",
     "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
     "tests/predictor/test_predictor_state.py::test_no_slice_stops_an_event_loop",
     "tests/vllm/",
 )
 SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and the output of every reproduction
 SLOW = (  # prefixes of test ids: whole files or single cases
-    "tests/herd/test_replan.py::test_few_models_move_if_necessary",
+    "tests/planning/test_replan.py::test_few_models_move_if_necessary",
     "tests/scheduling/test_engines.py::test_after_100_000_random_disconnects",
     "tests/simulation/test_against_theory.py",
     "tests/simulation/test_many_runs.py",
     "tests/simulation/test_simulate.py::test_independent_slots_have_the_known_waiting_times",
-    "tests/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
-    "tests/test_serve_plan.py::test_groups_are_processes",
-    "tests/test_serve_plan.py::test_killing_one_groups_process",
-    "tests/test_soak.py",
+    "tests/server/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
+    "tests/server/test_serve_plan.py::test_groups_are_processes",
+    "tests/server/test_serve_plan.py::test_killing_one_groups_process",
+    "tests/server/test_soak.py",
     "tests/worlds/test_laws.py",
     "tests/worlds/test_mutations.py::test_a_planted_bug_is_found",
     "tests/worlds/test_worlds.py::test_a_swarm_by_time",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from configured import load_config
 
-from llmserve.deadline_settings import DefaultDeadlines
+from llmserve.settings.deadlines import DefaultDeadlines
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmserve.engines.http_client import Response
+from llmserve.http.client import Response
 from llmserve.request import Call
 
 REFUSALS = (400, 422, 501)  # statuses of engines that refuse a field

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.engines.error_objects import ErrorObject, Verdict
 from llmserve.request import Batch, Call, EngineInfo
+from llmserve.wire.error_objects import ErrorObject, Verdict
 
 
 class EngineError(Exception):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llmserve.asker import header_of
 from llmserve.engines.engine import NOTHING, EngineError, Health
-from llmserve.engines.error_objects import ErrorObject, Verdict
-from llmserve.engines.http_client import Response
-from llmserve.engines.openai_engine import HttpAnswer, OpenAIEngine
-from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.engines.openai import HttpAnswer, OpenAIEngine
+from llmserve.http.client import Response
 from llmserve.request import Batch, Call
+from llmserve.tenants.identity import header_of
+from llmserve.wire.error_objects import ErrorObject, Verdict
+from llmserve.wire.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 
 SLOTS = 100_000  # requests at once: the group's server queues them, and says when its queue is full
 NUMBERS = {

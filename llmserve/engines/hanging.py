@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llmserve.engines.connecting import HttpError
-from llmserve.engines.http_client import HttpClient
+from llmserve.http.client import HttpClient
+from llmserve.http.connecting import HttpError
 
 PROBES = 3  # without an answer, in a row: a pause of the one who asks counts once
 

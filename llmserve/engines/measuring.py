@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import aiohttp
 
 from bins.fitting import Observation
-from llmserve.engines.event_stream import Usage, usage_of
-from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import CannotMeasure
-from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 from llmserve.request import EngineInfo
+from llmserve.wire.event_stream import Usage, usage_of
+from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 SAMPLE_S = 0.05  # interval between readings of the GPUs
 ANSWER_S_MAX = 900.0  # time limit of a batch

@@ -16,21 +16,21 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from llmserve.errors import Unavailable
-from llmserve.jobs import database
-from llmserve.jobs.batch_store import BatchLimits, BatchStore
-from llmserve.jobs.checking import Checking
 from llmserve.jobs.contract import BatchRow, FileRow, NewBatch, window_s
-from llmserve.jobs.estimates import Work
-from llmserve.jobs.file_store import FileLimits, FileStore
-from llmserve.jobs.folder import Appended, Folder
-from llmserve.jobs.line_feed import Door
-from llmserve.jobs.ownership import Ownership
-from llmserve.jobs.rows import Part
-from llmserve.jobs.runner import Runner
-from llmserve.jobs.servers import Servers
-from llmserve.jobs.upload_room import Uploads
-from llmserve.jobs.work_store import WorkStore
-from llmserve.lasting import lasting
+from llmserve.jobs.run.checking import Checking
+from llmserve.jobs.run.estimates import Work
+from llmserve.jobs.run.line_feed import Door
+from llmserve.jobs.run.runner import Runner
+from llmserve.jobs.store import database
+from llmserve.jobs.store.batches import BatchLimits, BatchStore
+from llmserve.jobs.store.files import FileLimits, FileStore
+from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.ownership import Ownership
+from llmserve.jobs.store.rows import Part
+from llmserve.jobs.store.servers import Servers
+from llmserve.jobs.store.upload_room import Uploads
+from llmserve.jobs.store.work import WorkStore
+from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve")
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from llmserve import config as configuration
-from llmserve import herd
+from llmserve import planning as herd
 from llmserve.errors import ConfigError
-from llmserve.herd import HerdGroup, Plan
-from llmserve.settings import Config
+from llmserve.planning import HerdGroup, Plan
+from llmserve.settings import load as configuration
+from llmserve.settings.tree import Config
 from llmserve.spelling import nearest
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)

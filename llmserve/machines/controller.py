@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.api.peers import FromServer, ToServer
-from llmserve.engines.connecting import HttpError
-from llmserve.engines.http_client import HttpClient
-from llmserve.herd import Instance, Plan
+from llmserve.http.client import HttpClient
+from llmserve.http.connecting import HttpError
 from llmserve.machines.cluster_file import ClusterFile
 from llmserve.machines.exchange import Exchange
 from llmserve.machines.keeper import Status
 from llmserve.machines.layout import Moves, doors_plan, owners
+from llmserve.machines.peers import FromServer, ToServer
 from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
 from llmserve.machines.replanning import Replanning
 from llmserve.machines.scaling import Scaling
+from llmserve.planning import Instance, Plan
 
 log = logging.getLogger("llmserve")
 

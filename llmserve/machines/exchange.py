@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from llmserve.api.peers import FromServer, ToServer
+from llmserve.machines.peers import FromServer, ToServer
 from llmserve.machines.quotas import Quotas
 from llmserve.machines.shares import Shares
 

@@ -16,12 +16,12 @@ from typing import Literal
 
 import msgspec
 
-from llmserve.engines.connecting import HttpError
-from llmserve.engines.engine_process import START_TRIES, STOP_S, EngineProcess
-from llmserve.engines.http_client import HttpClient
+from llmserve.engines.process import START_TRIES, STOP_S, EngineProcess
 from llmserve.errors import EngineStartError
-from llmserve.lasting import lasting
+from llmserve.http.client import HttpClient
+from llmserve.http.connecting import HttpError
 from llmserve.machines.processes import Process, filled
+from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve")
 

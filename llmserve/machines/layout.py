@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from llmserve.cluster.assignment import PlannedGroup, assign
-from llmserve.herd import HerdGroup, Plan
 from llmserve.machines.cluster_file import ClusterFile, EngineTable
+from llmserve.planning import HerdGroup, Plan
+from llmserve.planning.assignment import PlannedGroup, assign
 
 DEMO_MODEL = "llmserve-demo"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 from llmserve.errors import NoAnswer
 
 START_S, STOP_S = 120.0, 10.0

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from llmserve.engines import embedded, vllm_process
+from llmserve import demo as embedded
+from llmserve.engines import vllm as vllm_process
 from llmserve.machines.cluster_file import ClusterFile, EngineTable
 
 Kind = Literal["engine", "group", "door"]
@@ -115,11 +116,11 @@ def _command(engine: EngineTable, secrets: Secrets) -> tuple[tuple[str, ...], di
     if engine.kind == "command":
         return engine.command, {"ENGINE_API_KEY": secrets.engine}
     if engine.kind == "timed":
-        own = (python, "-m", "llmserve.engines.fake", "--model", engine.model, "--api-key", secrets.engine)
+        own = (python, "-m", "llmserve.engines.timed", "--model", engine.model, "--api-key", secrets.engine)
         return (*own, *where, *engine.args), {}
     if engine.kind == "embedded":
         model = ("--model", engine.model) if engine.model else ()
-        own = (python, "-m", "llmserve.engines.embedded", *model)
+        own = (python, "-m", "llmserve.demo", *model)
         return (*own, *where, *engine.args), {embedded.KEY_VARIABLE: secrets.engine}
     vllm_process.check_args(engine.args)
     words = vllm_process.command(python, engine.model, None, engine.args, "{host}", "{port}")

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from llmserve import herd
-from llmserve.herd import Instance, Plan
+from llmserve import planning as herd
+from llmserve.planning import Instance, Plan
 from llmserve.scheduling.rates import GroupRates, Rates, Replan
 
 log = logging.getLogger("llmserve")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from llmserve.api.peers import Served
+from llmserve.machines.peers import Served
 
 
 class Shares:

@@ -10,7 +10,7 @@ from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.messages import FailReason
-from llmserve.scheduling.model_queues import ModelQueues
+from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.reserve import Reserve
 
 

@@ -17,7 +17,7 @@ from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import ReportCircuit
-from llmserve.scheduling.queues import Run, refund
+from llmserve.scheduling.queues.waiting import Run, refund
 
 UNLISTED_MODELS_MAX = 256  # models that no engine has listed yet, and whose requests wait
 

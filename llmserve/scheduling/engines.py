@@ -21,7 +21,7 @@ from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.memory import MemoryTurn, is_giant
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.rests import Rests
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks

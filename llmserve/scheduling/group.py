@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.model_queues import ModelQueues, Tally
-from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
+from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
+from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start

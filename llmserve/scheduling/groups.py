@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.batch_times import Deadlines, Timetable
+from llmserve.scheduling.choice.batch_times import Deadlines, Timetable
+from llmserve.scheduling.choice.orders import MomentOrder, Order
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
-from llmserve.scheduling.model_queues import ModelQueues, count_lines
-from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
+from llmserve.scheduling.queues.model_queues import ModelQueues, count_lines
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
 REFUSALS_MAX = 8  # engines that are asked for one request, so that a fleet that refuses all is not asked by each of all
 

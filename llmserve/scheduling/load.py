@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.waiting import QueuedRequest
 
 FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stand for themselves and prompts are free
 CERTAIN = 3.0  # standard errors

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from bins.dispatch import DispatchPlan
-from llmserve.scheduling.queues import BinQueue
+from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.rates import Arrivals
 
 WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits

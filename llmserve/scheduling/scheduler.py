@@ -18,8 +18,9 @@ from typing import Protocol
 
 from llmserve.request import Request
 from llmserve.scheduling.admission import Admission
-from llmserve.scheduling.background import Background
-from llmserve.scheduling.batch_times import Timetable
+from llmserve.scheduling.choice.background import Background
+from llmserve.scheduling.choice.batch_times import Timetable
+from llmserve.scheduling.choice.orders import MomentOrder, Order
 from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EngineState, Worker
@@ -49,14 +50,13 @@ from llmserve.scheduling.messages import (
     TimerFired,
     Tuned,
 )
-from llmserve.scheduling.model_queues import ModelQueues, Tally
-from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch, refund
+from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
+from llmserve.scheduling.queues.waiting import FormedBatch, refund
 from llmserve.scheduling.rates import GroupRates
 
 
 class Dispatcher(Protocol):
-    """Starts batches on engines (scheduling/dispatch.py). actions : of the step in progress; the dispatcher appends."""
+    """Starts batches on engines (choice/dispatch.py). actions : of the step in progress; the dispatcher appends."""
 
     forming: Forming
     times: Timetable

@@ -14,8 +14,8 @@ This is exact, also for lengths that are real numbers, and takes O(log n) per jo
 A client that streams receives its first byte when the first step of its job ends, after the prefill; if the job is
 shorter than a step, at the end of the job.
 
-Energy is counted as in `llmserve.energy.ModelledEnergy`. A static batch takes prefill_j once, at its start, and P(n)
-after its prefill. On a refill engine a request in prefill counts as one of the n, and takes no other energy.
+Energy is counted as in `ModelledEnergy` (observe/energy.py). A static batch takes prefill_j once, at its start, and
+P(n) after its prefill. On a refill engine a request in prefill counts as one of the n, and takes no other energy.
 """
 
 from __future__ import annotations

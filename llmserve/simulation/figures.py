@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
-from llmserve.extras import need_plot
+from llmserve.runtime.extras import need_plot
 from llmserve.simulation.engine_model import StepEngine
 from llmserve.simulation.estimates import Estimate, Repeated
 from llmserve.simulation.report import BatchRecorder, Start

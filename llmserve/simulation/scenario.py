@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
 from llmserve.simulation.online import OnlineRows

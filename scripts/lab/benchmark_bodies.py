@@ -4,7 +4,7 @@
 
 Both parsers take turns, and the median of `--rounds` is reported. No row's time is held by anything but this process:
 msgspec keeps the interpreter's lock while it decodes, so this is also what all other requests wait for.
-`--before` is a revision whose llmserve/api/parse.py needs nothing but what is installed here.
+`--before` is a revision whose llmserve/gateway/parse.py needs nothing but what is installed here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bench.arguments import add_results, parser_of
 from bench.results import day_and_machine, rounded, write_json
 from bench.tables import show
 
-from llmserve.api.bodies import BodyLimits
-from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
+from llmserve.gateway.bodies import BodyLimits
+from llmserve.gateway.parse import parse_call
 
 Parser = Callable[..., Any]
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -95,7 +95,7 @@ BODIES: dict[str, tuple[str, bytes]] = {
 def parser_at(revision: str) -> Parser:
     """parse_call of an earlier revision. It must be one module."""
     source = subprocess.run(
-        ["git", "show", f"{revision}:llmserve/api/parse.py"], check=True, capture_output=True, text=True
+        ["git", "show", f"{revision}:llmserve/gateway/parse.py"], check=True, capture_output=True, text=True
     ).stdout
     module = ModuleType("parse_before")
     sys.modules[module.__name__] = module

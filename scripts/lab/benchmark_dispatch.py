@@ -42,9 +42,9 @@ from bins import profile
 from bins.service import ServiceTimes
 from bins.smdp import Queue
 from bins.smdp_model import MS_PER_S
-from llmserve.dispatch_config import DispatchConfig
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, simulate
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.workload import read_lengths
 
 ENGINE, BASIC = "h100-llama-3.1-8b", "p4-googlenet"

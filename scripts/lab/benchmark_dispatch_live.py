@@ -60,11 +60,11 @@ from tokenizers import Tokenizer
 from bins.profile import Profile
 from bins.service import ServiceTimes
 from bins.smdp import Queue
-from llmserve.cluster import journal
-from llmserve.cluster.observed import observations
-from llmserve.engines.embedded import demo_corpus
+from llmserve.commands.profile import power, profile_of
+from llmserve.demo import demo_corpus
 from llmserve.errors import LLMServeError
-from llmserve.profile import power, profile_of
+from llmserve.live import journal
+from llmserve.simulation.observed import observations
 from llmserve.simulation.workload import poisson_arrivals
 
 RELEASES = ("full", "greedy", "table")

@@ -34,18 +34,18 @@ from bench.results import in_turn, machine, write_json
 from bench.rows import Row
 from bench.tables import cells, show
 
-from llmserve.api.app import App
-from llmserve.api.connection import Connection
-from llmserve.api.key_file import KeyFile
-from llmserve.api.limits import KeyLimits
-from llmserve.api.listening import DoorLimits, Server, listening_socket
-from llmserve.cluster.journal import Header, Journal
-from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import Health, ServedModel
-from llmserve.metrics import Metrics
-from llmserve.policies import SchedulingConfig
+from llmserve.gateway.app import App
+from llmserve.http.connection import Connection
+from llmserve.http.server import DoorLimits, Server, listening_socket
+from llmserve.live.driver import LiveCluster
+from llmserve.live.journal import Header, Journal
+from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo
-from llmserve.settings import ApiConfig
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.tree import ApiConfig
+from llmserve.tenants.key_file import KeyFile
+from llmserve.tenants.limits import KeyLimits
 
 VARIANTS = ("off", "access log", "traces, 1 %", "traces, all")
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,7 @@ def traces_of(variant: str, cluster: LiveCluster, metrics: Metrics) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from llmserve.traces import Traces
+    from llmserve.observe.traces import Traces
 
     class Forgetting(InMemorySpanExporter):
         def export(self, spans: Any) -> Any:
@@ -167,8 +167,8 @@ async def one_turn(variant: str, requests: int, repetitions: int) -> float:
     if traces is not None:
         server.followers.append(traces.ended)
     if variant == "access log":
-        from llmserve import logs
-        from llmserve.api import access_log
+        from llmserve.observe import access_log
+        from llmserve.runtime import logs
 
         access_log.enable()
         handler = logging.StreamHandler(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115 (as standard error)

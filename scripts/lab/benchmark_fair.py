@@ -33,9 +33,9 @@ from bench.results import day_and_machine, read_parts, write_json
 from bench.servers import fake_engine, front_end
 from fair_worlds import Ask, Charged, Clients, gaps
 
-from llmserve.policies import SchedulingConfig
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.policy_names import ORDERS
 
 SLOTS, TOKENS, STEP_S = 8, 20, 0.02
 IN_FLIGHT, QUEUE = 200, 100

@@ -40,9 +40,9 @@ from fleet.layout import Deaths, drawn_deaths, places
 from fleet.rounds import Fleet, Results, Settings, outcomes
 from fleet.traffic import Traffic, drawn_bursts
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineReady, RequestArrived, RequestEnded, ServingGroup, StartBatch
+from llmserve.settings.policies import SchedulingConfig
 
 GPUS, GROUPS, POOLS, DOORS = 10_000, 850, 85, 100
 SPEED, MODEL_SHARES = EngineSpeed(), (0.4, 0.3, 0.2, 0.1)

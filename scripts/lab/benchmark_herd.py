@@ -30,7 +30,7 @@ from bench.tables import markdown
 from reproduction.shepherd.models import TABLE_4
 from reproduction.shepherd.table_5 import SOLVER_S
 
-from llmserve.herd import TIME_LIMIT_S, Instance, Model, StreamColumns, needs_of, plan, streams_of
+from llmserve.planning import TIME_LIMIT_S, Instance, Model, StreamColumns, needs_of, plan, streams_of
 
 STREAMS_A_MODEL = 1_000
 GROUPS, GPU_MEMORY_GB = 10, 16.0

@@ -37,10 +37,10 @@ from bench.tables import markdown
 from benchmark_herd import STREAMS_A_MODEL, drawn_instance
 from msgspec.structs import replace
 
-from llmserve.herd import Instance, Plan, StreamColumns, needs_of, plan, streams_of
-from llmserve.herd.instance import Floats
-from llmserve.herd.relaxation import Relaxation
-from llmserve.herd.task import by_model, task_of
+from llmserve.planning import Instance, Plan, StreamColumns, needs_of, plan, streams_of
+from llmserve.planning.instance import Floats
+from llmserve.planning.relaxation import Relaxation
+from llmserve.planning.task import by_model, task_of
 
 T = TypeVar("T")
 KINDS = {"usual": (0.7, 0.85), "tight": (0.9, 0.95)}  # load, memory

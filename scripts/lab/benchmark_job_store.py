@@ -233,7 +233,7 @@ async def main():
     home = Path(sys.argv[1])
     home.mkdir(exist_ok=True)
     from llmserve.jobs import database
-    from llmserve.jobs.file_store import FileLimits
+    from llmserve.jobs.store.files import FileLimits
     from llmserve.jobs.service import opened
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     async with opened(database.sqlite_url(home / "jobs.sqlite"), home / "jobs", None, days=30, limits=FileLimits(),

@@ -152,7 +152,7 @@ def _reconnect(ray_nodes: Any) -> None:
 def _up(ray_nodes: Any, text: str = CLUSTER) -> list[str]:
     """Bring the cluster up, and connect this process to its Ray. Returns the doors' URLs."""
     from llmserve.__main__ import main as llmserve
-    from llmserve.engines.engine_process import free_port
+    from llmserve.engines.process import free_port
     from llmserve.machines import on_ray
 
     file = Path(ray_nodes.folder) / "cluster.toml"

@@ -33,9 +33,9 @@ from bench.tables import markdown
 from benchmark_bins import error_of
 from numpy.typing import NDArray
 
+from llmserve.commands.simulate import run
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import run
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.files import records
 from llmserve.simulation.many import in_processes

@@ -23,19 +23,19 @@ from bench.progress import log
 from bench.results import machine, write_json
 from bench.tables import show
 
-from llmserve.api.bodies import BodyLimits
-from llmserve.api.parse import parse_call
-from llmserve.cluster.in_flight import Head, Receipt
-from llmserve.cluster.live import LiveCluster
-from llmserve.cluster.watch import Watch
-from llmserve.engines.fake import FakeEngine
+from llmserve.calls.in_flight import Head, Receipt
+from llmserve.commands.serve import serving
+from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import RequestError
-from llmserve.policies import SchedulingConfig
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
+from llmserve.gateway.bodies import BodyLimits
+from llmserve.gateway.parse import parse_call
+from llmserve.live.driver import LiveCluster
+from llmserve.observe.watch import Watch
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 START_S = 120.0
-STATIC = Path(__file__).parents[2] / "llmserve" / "api" / "static"
+STATIC = Path(__file__).parents[2] / "llmserve" / "web" / "static"
 
 
 class Unread:

@@ -9,7 +9,7 @@ of 17 engines arrives; the deadline is 60 s. The number of engines is asked for 
 start; one that is stopped first ends what it runs. Starting and stopping count as engine time.
 
     all          24 engines, always
-    wanted       llmserve/cluster/wanted.py: up at once, down after 300 s
+    wanted       llmserve/estimates/wanted.py: up at once, down after 300 s
     at once      the same number, down at once as well
     utilisation  busy slots over slots, aimed at 80 %, as autoscalers do by default; down after 300 s
 """
@@ -30,11 +30,11 @@ from bench.tables import markdown
 from fleet.group import EngineSpeed
 from fleet.traffic import Traffic, drawn_bursts
 
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.cluster.wanted import DOWN_AFTER_S, Load, Wanted
-from llmserve.policies import SchedulingConfig
+from llmserve.estimates.wanted import DOWN_AFTER_S, Load, Wanted
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineClosed, EngineLost, EngineReady, Event, FailRequest, RequestEnded
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import TimedEngine
 
 MODEL, SPEED = "m0", EngineSpeed()

@@ -24,10 +24,10 @@ from bench.rows import Row, in_rounds, medians
 from bench.tables import cells, show
 
 from bins.profile import StepTimes
-from llmserve.policies import SchedulingConfig
+from llmserve.commands.simulate import Scenario, simulate
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, PreemptBatch, RequestArrived, RequestEnded, StartBatch
-from llmserve.simulate import Scenario, simulate
+from llmserve.settings.policies import SchedulingConfig
 
 SLOTS = 8
 TOKENS_MAX = 100_000  # of an engine's KV cache

@@ -16,12 +16,12 @@ from bench.results import machine, write_json
 from bench.rows import Row
 from bench.tables import cells, show
 
-from llmserve.cluster.journal import Header, Journal
-from llmserve.cluster.live import LiveCluster
-from llmserve.metrics import Metrics
-from llmserve.policies import SchedulingConfig
+from llmserve.live.driver import LiveCluster
+from llmserve.live.journal import Header, Journal
+from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineReady, RequestArrived, RequestEnded, StartBatch
+from llmserve.settings.policies import SchedulingConfig
 
 CASES = ((1, 1), (100, 1), (100, 10), (1_000, 1), (100, 100))  # streams, engines
 MODEL = "some-organisation/a-model-8B-instruct"

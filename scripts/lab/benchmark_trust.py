@@ -30,9 +30,9 @@ from bench.results import machine, write_json
 from bench.rows import Row, median, select, values
 from bench.servers import batching_front_end, embedded_engine
 
-from llmserve.bench import Arrangement
-from llmserve.engines.embedded import demo_corpus
-from llmserve.headers import PREDICTED_HEADER
+from llmserve.commands.bench import Arrangement
+from llmserve.demo import demo_corpus
+from llmserve.wire.headers import PREDICTED_HEADER
 
 
 async def measure(args: argparse.Namespace) -> list[Row]:

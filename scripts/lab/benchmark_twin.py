@@ -25,18 +25,18 @@ from bench.progress import log
 from bench.results import day_and_machine, rounded, write_json
 from numpy.typing import NDArray
 
-from llmserve.cluster.journal import Header, Journal
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig, named, order_settings
+from llmserve.live.journal import Header, Journal
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, Event
+from llmserve.settings.policies import SchedulingConfig, named, order_settings
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.predictions import predict
 from llmserve.simulation.report import Recorder
-from llmserve.twin.choice import P99_BOUND
-from llmserve.twin.live import STEPS_A_LINE
-from llmserve.twin.replay import ORDERS
-from llmserve.twin.tuner import EVERY_S, STEPS_MAX, Tuner, answer
+from llmserve.simulation.twin.choice import P99_BOUND
+from llmserve.simulation.twin.live import STEPS_A_LINE
+from llmserve.simulation.twin.replay import ORDERS
+from llmserve.simulation.twin.tuner import EVERY_S, STEPS_MAX, Tuner, answer
 
 SLOTS, STEP_S = 32, 0.005
 ENGINE = EngineInfo("engine0", SLOTS, False)

@@ -12,11 +12,11 @@ import numpy as np
 
 from bins.dispatch import DispatchPlan
 from bins.profile import Profile
-from llmserve.cluster.journal import Header, Step
-from llmserve.cluster.observed import observations
-from llmserve.energy import ModelledEnergy
+from llmserve.live.journal import Header, Step
+from llmserve.observe.energy import ModelledEnergy
 from llmserve.scheduling.messages import DispatchSolved, RequestArrived, RequestEnded, SolveDispatch
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.simulation.observed import observations
 from llmserve.simulation.report import Recorder, Summary, elapsed, summarise
 
 LATE_S = 0.1  # the timer is a millisecond late by design; the rest allows for the event loop of a busy machine

@@ -21,10 +21,10 @@ from bench.progress import log, shared
 from bench.results import write_text
 from bench.servers import MODEL_FOLDER
 
-from llmserve.engines.embedded import demo_corpus
-from llmserve.engines.embedded.demo_corpus import Example
-from llmserve.engines.embedded.generation import DecodingRow, Delta, LanguageModel
-from llmserve.engines.embedded.protocol import ChatMessage
+from llmserve.demo import demo_corpus
+from llmserve.demo.demo_corpus import Example
+from llmserve.demo.generation import DecodingRow, Delta, LanguageModel
+from llmserve.demo.protocol import ChatMessage
 
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
 

@@ -16,8 +16,6 @@ from unittest.mock import patch
 
 import msgspec
 
-from llmserve.policies import SchedulingConfig
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.fair import ANSWER_WEIGHT, PROMPT_WEIGHT, cost
 from llmserve.scheduling.messages import (
@@ -30,8 +28,10 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.policy_names import ORDERS
 
 Charged = Literal["forecast", "length", "generated"]
 SLOTS = (2, 4, 8)

@@ -49,10 +49,10 @@ from bench.results import machine, write_json
 from postgres_cluster import cluster
 from sqlalchemy import select
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.jobs.database import opened, sqlite_url
-from llmserve.jobs.lines import number_of
-from llmserve.jobs.tables import batches, parts, segments
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.jobs.run.lines import number_of
+from llmserve.jobs.store.database import opened, sqlite_url
+from llmserve.jobs.store.tables import batches, parts, segments
 
 LINES, SLOTS, STEP_S, TOKENS = 500, 16, 0.02, 3  # without kills a job takes two seconds
 KILLS_PER_JOB_MAX = 6
@@ -406,7 +406,13 @@ def _front_ends(flags: Sequence[str]) -> int:
     """Start a front-end for each line of the input, and say its process id, and when it has ended."""
     from llmserve.__main__ import main as llmserve
 
-    for module in ("aiosqlite", "alembic.command", "llmserve.api.app", "llmserve.jobs.service", "llmserve.reload"):
+    for module in (
+        "aiosqlite",
+        "alembic.command",
+        "llmserve.gateway.app",
+        "llmserve.jobs.service",
+        "llmserve.server.reload",
+    ):
         importlib.import_module(module)
     for _ in sys.stdin:
         pid = os.fork()

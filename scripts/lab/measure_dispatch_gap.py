@@ -25,7 +25,7 @@ from bins.profile import Profile
 from bins.service import Array, ServiceTimes
 from bins.smdp_model import MS_PER_S
 from llmserve.request import Request
-from llmserve.scheduling.queues import BinQueue, QueuedRequest
+from llmserve.scheduling.queues.waiting import BinQueue, QueuedRequest
 from llmserve.scheduling.release import Table
 
 BATCH, STATES = 4, 22  # largest batch; queue lengths 0 .. STATES - 1

@@ -20,7 +20,7 @@ from bench.client import add_batch, ask, body_of, session_of
 from bench.progress import log
 from bench.servers import front_end
 
-from llmserve.engines.embedded import demo_corpus
+from llmserve.demo import demo_corpus
 
 WIDTH, HEIGHT = 1180, 1500
 SEED = 1

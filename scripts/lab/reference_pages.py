@@ -3,7 +3,7 @@
     python scripts/lab/reference_pages.py           write the pages
     python scripts/lab/reference_pages.py --check   exit status 1 if a page differs from the code
 
-tests/test_reference_pages.py compares the pages, too.
+tests/lab/test_reference_pages.py compares the pages, too.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from prometheus_client.core import Metric
 
 from bins.dispatch import DispatchSolver, Objective, Observed
 from bins.profile import resolve
-from llmserve.cluster.journal import Header, Journal, Step
-from llmserve.cluster.learnt import scheduler_saving
-from llmserve.cluster.live import LiveCluster
-from llmserve.cluster.saving import Saver
-from llmserve.config import sections, takes
-from llmserve.counted import Families
-from llmserve.energy import ModelledEnergy
-from llmserve.metrics import Metrics
-from llmserve.policies import DEFAULTS, SchedulingConfig
+from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.scheduler_state import scheduler_saving
+from llmserve.forecasts.state_file import StateFile
+from llmserve.live.driver import LiveCluster
+from llmserve.live.journal import Header, Journal, Step
+from llmserve.observe.counters import Families
+from llmserve.observe.energy import ModelledEnergy
+from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
-from llmserve.settings import COMMON, TITLES, Config
-from llmserve.state_file import StateFile
-from llmserve.usage import KeyUsage
+from llmserve.settings.load import sections, takes
+from llmserve.settings.policies import DEFAULTS, SchedulingConfig
+from llmserve.settings.tree import COMMON, TITLES, Config
+from llmserve.tenants.usage import KeyUsage
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PROFILE = "p4-googlenet"  # any profile with energy

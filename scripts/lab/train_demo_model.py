@@ -28,9 +28,9 @@ from evaluate_demo_model import ANSWER_TOKENS_MAX, evaluate, table, write_docs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llmserve.engines.embedded import demo_corpus
-from llmserve.engines.embedded.demo_corpus import Example
-from llmserve.engines.embedded.generation import LanguageModel
+from llmserve.demo import demo_corpus
+from llmserve.demo.demo_corpus import Example
+from llmserve.demo.generation import LanguageModel
 
 CONTEXT_TOKENS = 1024
 

@@ -12,9 +12,9 @@ from batch_client import client_of, create, ended, jsonl, request
 from front import StartFront
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from llmserve.api.page import FILES
-from llmserve.engines.fake import FakeEngine
-from llmserve.settings import ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.tree import ServerConfig
+from llmserve.web.page import FILES
 
 CHROMIUM = shutil.which("chromium")
 BYTES_MAX = 100_000  # of the whole page
@@ -48,7 +48,7 @@ async def opened(browser: Browser, url: str, **options: object) -> tuple[Page, l
 
 
 def test_the_page_is_small() -> None:
-    folder = Path(__file__).parents[2] / "llmserve" / "api" / "static"
+    folder = Path(__file__).parents[2] / "llmserve" / "web" / "static"
     assert {name for name, _ in FILES.values()} == {path.name for path in folder.iterdir()}
     assert sum(path.stat().st_size for path in folder.iterdir()) < BYTES_MAX
 

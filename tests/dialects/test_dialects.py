@@ -14,7 +14,7 @@ from dialects.table import DIALECTS, MODEL, OUTPUT_TOKENS, TEXT, Dialect
 from front import Front, StartFront, until
 
 from llmserve.scheduling.messages import RequestEnded
-from llmserve.settings import EngineConfig, LiveConfig, ServerConfig
+from llmserve.settings.tree import EngineConfig, LiveConfig, ServerConfig
 
 FAR_S = 3600.0
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=str)

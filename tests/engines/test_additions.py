@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 
-from llmserve.settings import EngineConfig, LiveConfig, ServerConfig
+from llmserve.settings.tree import EngineConfig, LiveConfig, ServerConfig
 
 STREAM = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null}]}\n\n' * 3
 END = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'

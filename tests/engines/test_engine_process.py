@@ -18,8 +18,8 @@ import pytest
 import uvloop
 from front import until
 
-from llmserve.engines import engine_process
-from llmserve.engines.engine_process import EngineProcess, free_port, free_ports
+from llmserve.engines import process as engine_process
+from llmserve.engines.process import EngineProcess, free_port, free_ports
 from llmserve.errors import EngineStartError
 
 SERVER = """

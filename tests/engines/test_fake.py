@@ -11,7 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from llmserve.engines.fake import FakeEngine, FakePace, Fault
+from llmserve.engines.timed.server import FakeEngine, FakePace, Fault
 
 LIMIT_S = 60.0
 
@@ -227,7 +227,7 @@ async def test_all_of_many_clients_are_answered(session):
 
 
 def test_the_process_prints_its_address_and_ends_with_status_0():
-    command = [sys.executable, "-m", "llmserve.engines.fake", "--port", "0", "--step-s", "0"]
+    command = [sys.executable, "-m", "llmserve.engines.timed", "--port", "0", "--step-s", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         try:
             line = engine.stdout.readline()

@@ -12,10 +12,10 @@ import pytest
 from engines.lying import Answering, LyingEngine, chunked, dripping, endless, http
 from front import Front, StartFront, until
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.engines.http_client import HEAD_BYTES_MAX
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.http.client import HEAD_BYTES_MAX
 from llmserve.scheduling.messages import RequestEnded
-from llmserve.settings import EngineConfig
+from llmserve.settings.tree import EngineConfig
 
 GOOD = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}'
 TOKEN = b'data: {"choices": [{"delta": {"content": "tok"}, "finish_reason": null}]}\n\n'

@@ -11,7 +11,7 @@ from front import Front, StartFront, until
 
 from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import EngineLost
-from llmserve.settings import EngineConfig, LiveConfig
+from llmserve.settings.tree import EngineConfig, LiveConfig
 
 GOOD = b'{"choices": [], "usage": {"completion_tokens": 3}}'
 TOKEN = b'data: {"choices": [{"delta": {"content": "tok"}, "finish_reason": null}]}\n\n'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from llmserve.engines.engine_process import SUPERVISOR
+from llmserve.engines.process import SUPERVISOR
 
 # Starts a worker in its own process group, prints the worker's process id, and obeys its argument.
 LEADER = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.engines.vllm_process import (
+from llmserve.engines.vllm import (
     Replica,
     check_model,
     check_python,

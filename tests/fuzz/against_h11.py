@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import h11
 import httptools
 
-from llmserve.api.connection import CONTINUE, Connection
-from llmserve.api.exchange import Exchange
-from llmserve.api.heads import path_and_query
-from llmserve.api.listening import DoorLimits, Server, listening_socket
-from llmserve.api.turns import READ_BYTES
 from llmserve.errors import RequestError
+from llmserve.http.connection import CONTINUE, Connection
+from llmserve.http.exchange import Exchange
+from llmserve.http.heads import path_and_query
+from llmserve.http.server import DoorLimits, Server, listening_socket
+from llmserve.http.turns import READ_BYTES
 
 LIMITS = DoorLimits(1 << 20, 1 << 20, 1 << 30, 60.0)
 TURNS_MAX = 1_000  # of the event loop, for all that a few requests cause

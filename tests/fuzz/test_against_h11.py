@@ -9,7 +9,7 @@ import h11
 import pytest
 from against_h11 import LIMITS, Recorder, compare, difference, ours, theirs
 
-from llmserve.api.listening import Server, listening_socket
+from llmserve.http.server import Server, listening_socket
 
 CASES = int(os.environ.get("FUZZ_CASES", "500"))
 UPGRADE = b"connection: upgrade\r\nupgrade: h2c\r\n"

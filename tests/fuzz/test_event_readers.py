@@ -15,7 +15,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from llmserve.engines.event_stream import UsageFilter
+from llmserve.wire.event_stream import UsageFilter
 
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
 LINE_ENDS = ("\n", "\r\n", "\r")

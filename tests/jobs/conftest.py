@@ -13,9 +13,9 @@ from batch_client import client_of
 from front import Front, StartFront
 from postgres_cluster import Cluster, cluster, programs
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.jobs.database import sqlite_url
-from llmserve.settings import ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.jobs.store.database import sqlite_url
+from llmserve.settings.tree import ServerConfig
 
 _databases = itertools.count()
 

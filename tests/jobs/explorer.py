@@ -29,19 +29,19 @@ from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from llmserve.errors import EngineFailed, RateLimited, RequestError, Unauthorized, Unavailable
-from llmserve.jobs import line_index
-from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.contract import ACTIVE, CHANGES, BatchRow, NewBatch
-from llmserve.jobs.estimates import Work
-from llmserve.jobs.file_store import FileLimits, FileStore
-from llmserve.jobs.folder import Appended, Folder
-from llmserve.jobs.line_index import Report, Rules
-from llmserve.jobs.rows import Part
-from llmserve.jobs.runner import Runner
-from llmserve.jobs.servers import Servers
-from llmserve.jobs.tables import metadata
-from llmserve.jobs.validation import Task, validate
-from llmserve.jobs.work_store import WorkStore
+from llmserve.jobs.run import line_index
+from llmserve.jobs.run.estimates import Work
+from llmserve.jobs.run.line_index import Report, Rules
+from llmserve.jobs.run.runner import Runner
+from llmserve.jobs.run.validation import Task, validate
+from llmserve.jobs.store.batches import BatchLimits, BatchStore
+from llmserve.jobs.store.files import FileLimits, FileStore
+from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.rows import Part
+from llmserve.jobs.store.servers import Servers
+from llmserve.jobs.store.tables import metadata
+from llmserve.jobs.store.work import WorkStore
 
 KEY, URL = "red", "/v1/completions"
 HISTORY = """CREATE TABLE history (id TEXT, before TEXT, after TEXT);

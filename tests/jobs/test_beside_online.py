@@ -10,8 +10,8 @@ from pathlib import Path
 from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.settings import ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.tree import ServerConfig
 
 SLOTS, LINES, LINE_TOKENS = 4, 32, 60
 

@@ -11,8 +11,8 @@ import pytest
 from batch_client import CHAT, at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront
 
-from llmserve.engines.fake import FakeEngine, Fault
-from llmserve.settings import ApiConfig, JobsConfig, ServerConfig
+from llmserve.engines.timed.server import FakeEngine, Fault
+from llmserve.settings.tree import ApiConfig, JobsConfig, ServerConfig
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 

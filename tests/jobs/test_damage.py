@@ -12,9 +12,9 @@ import openai
 import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
+from llmserve.commands.serve import serving
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 LINES = 60
 
@@ -151,7 +151,7 @@ async def test_a_damaged_row_of_the_database_stops_its_own_batch_at_most(tmp_pat
 
 
 async def test_a_file_is_checked_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmserve.jobs import checking
+    from llmserve.jobs.run import checking
 
     checks = 0
     validate = checking.validate

@@ -9,8 +9,8 @@ from unittest import mock
 import aiosqlite
 from sqlalchemy import insert
 
-from llmserve.jobs.database import Database, opened, sqlite_url
-from llmserve.jobs.tables import servers
+from llmserve.jobs.store.database import Database, opened, sqlite_url
+from llmserve.jobs.store.tables import servers
 
 
 async def begin_life(database: Database) -> None:

@@ -11,8 +11,8 @@ import pytest
 from batch_client import at, client_of, create, jsonl, request
 from front import Front, StartFront
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.settings import ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.tree import ServerConfig
 
 
 async def test_a_batch_says_when_it_will_end_and_warns_when_that_is_too_late(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from llmserve.jobs.feeding import Arranged, Feeder, Forecast, Handed, Shapes, arranged
+from llmserve.jobs.run.feeding import Arranged, Feeder, Forecast, Handed, Shapes, arranged
 
 
 def shapes(tokens: Sequence[float], prefixes: Sequence[int] | None = None) -> Shapes:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llmserve.__main__ import main
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 from llmserve.errors import ConfigError
-from llmserve.jobs.file_rows import read_input, results_of
+from llmserve.jobs.run.file_rows import read_input, results_of
 
 
 def written(path: Path, count: int, **body: object) -> Path:
@@ -59,7 +59,7 @@ def test_results_of_another_file_are_refused(tmp_path: Path, capsys: pytest.Capt
 @pytest.fixture
 def engine_url() -> Iterator[str]:
     engine = subprocess.Popen(
-        [sys.executable, "-m", "llmserve.engines.fake", "--slots", "4", "--step-s", "0.02", "--port", "0"],
+        [sys.executable, "-m", "llmserve.engines.timed", "--slots", "4", "--step-s", "0.02", "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -160,7 +160,7 @@ def test_a_list_of_batches_shows_every_id_whole(
 ) -> None:
     batches = [{"id": f"batch_{number:032x}", "status": "in_progress"} for number in range(3)]
     page = json.dumps({"data": batches, "has_more": False}).encode()
-    monkeypatch.setattr("llmserve.batch.ask", lambda args, path: page)
+    monkeypatch.setattr("llmserve.commands.batch.ask", lambda args, path: page)
     for columns in ("80", "30"):
         monkeypatch.setenv("COLUMNS", columns)
         assert main(["batch", "list", "--url", "http://127.0.0.1:1"]) == 0

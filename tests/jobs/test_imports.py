@@ -7,8 +7,8 @@ import sys
 
 LOADED = """
 import asyncio, sys
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, ServerConfig
+from llmserve.commands.serve import serving
+from llmserve.settings.tree import Config, EngineConfig, ServerConfig
 async def main():
     engines = EngineConfig(engine=("http://127.0.0.1:1",))
     async with serving(Config(server=ServerConfig(port=0), engines=engines)):

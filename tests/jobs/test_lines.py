@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from llmserve.jobs import line_index
-from llmserve.jobs.line_index import Rules
-from llmserve.jobs.lines import (
+from llmserve.jobs.run import line_index
+from llmserve.jobs.run.line_index import Rules
+from llmserve.jobs.run.lines import (
     answer_row,
     answer_tokens,
     expired_row,
@@ -22,8 +22,8 @@ from llmserve.jobs.lines import (
     read_line,
     row_id,
 )
-from llmserve.jobs.validation import EMPTY_LINES_MAX, Task, validate
-from llmserve.json_text import NESTING_MAX
+from llmserve.jobs.run.validation import EMPTY_LINES_MAX, Task, validate
+from llmserve.wire.json_text import NESTING_MAX
 
 ENDPOINT = "/v1/completions"
 

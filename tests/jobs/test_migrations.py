@@ -8,10 +8,10 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
-import llmserve.jobs.migrations as migrations
+import llmserve.jobs.store.migrations as migrations
 from llmserve.errors import ConfigError
-from llmserve.jobs import database
-from llmserve.jobs.tables import metadata
+from llmserve.jobs.store import database
+from llmserve.jobs.store.tables import metadata
 
 
 async def test_the_migrations_make_the_tables_of_the_code(store_url: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from batch_client import client_of, create, ended, jsonl, request, rows
 from front import StartFront
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.settings import ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.settings.tree import ServerConfig
 
 
 async def test_a_batch_runs_through_the_servers_queue(start_front: StartFront, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from aiohttp.test_utils import TestServer
 from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
-from llmserve.api.lines import LineDoor
-from llmserve.engines.fake import FakeEngine
-from llmserve.jobs import line_feed, runner
-from llmserve.jobs.feeding import LINES_MAX
-from llmserve.settings import JobsConfig, ServerConfig
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.jobs.run import line_feed, runner
+from llmserve.jobs.run.feeding import LINES_MAX
+from llmserve.jobs.submission import LineDoor
+from llmserve.settings.tree import JobsConfig, ServerConfig
 
 KEYS = """
 [keys.red]

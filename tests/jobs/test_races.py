@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from llmserve.errors import BadRequest, NotFound
-from llmserve.jobs import database
-from llmserve.jobs.batch_store import BatchLimits, BatchStore
 from llmserve.jobs.contract import BatchRow, NewBatch
-from llmserve.jobs.database import Database
-from llmserve.jobs.file_store import FileLimits, FileStore
-from llmserve.jobs.ownership import Ownership
-from llmserve.jobs.rows import Part, Segment
-from llmserve.jobs.servers import Servers
-from llmserve.jobs.work_store import Owned, Progress, WorkStore
+from llmserve.jobs.store import database
+from llmserve.jobs.store.batches import BatchLimits, BatchStore
+from llmserve.jobs.store.database import Database
+from llmserve.jobs.store.files import FileLimits, FileStore
+from llmserve.jobs.store.ownership import Ownership
+from llmserve.jobs.store.rows import Part, Segment
+from llmserve.jobs.store.servers import Servers
+from llmserve.jobs.store.work import Owned, Progress, WorkStore
 
 KEY, NOW = "red", 1000
 

@@ -14,13 +14,14 @@ from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 from sqlalchemy.exc import OperationalError
 
-from llmserve.engines.fake import FakeEngine
-from llmserve.jobs import batch_store, file_store
-from llmserve.jobs.database import BUSY_S
-from llmserve.jobs.folder import Appended
-from llmserve.jobs.work_store import WorkStore
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, JobsConfig, LiveConfig, ServerConfig
+from llmserve.commands.serve import serving
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.jobs.store import batches as batch_store
+from llmserve.jobs.store import files as file_store
+from llmserve.jobs.store.database import BUSY_S
+from llmserve.jobs.store.folder import Appended
+from llmserve.jobs.store.work import WorkStore
+from llmserve.settings.tree import Config, EngineConfig, JobsConfig, LiveConfig, ServerConfig
 
 
 async def pause_of(client: openai.AsyncOpenAI, batch_id: str) -> str | None:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 
 from llmserve.errors import RateLimited
-from llmserve.jobs import upload_room
-from llmserve.jobs.file_store import FileLimits
-from llmserve.jobs.folder import Folder, NoRoom
-from llmserve.jobs.upload_room import AT_ONCE_MAX, Uploads
+from llmserve.jobs.store import upload_room
+from llmserve.jobs.store.files import FileLimits
+from llmserve.jobs.store.folder import Folder, NoRoom
+from llmserve.jobs.store.upload_room import AT_ONCE_MAX, Uploads
 
 
 class Disk(NamedTuple):

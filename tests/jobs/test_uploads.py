@@ -13,8 +13,9 @@ import psutil
 import pytest
 from front import Front, until
 
-from llmserve.api import streamed, uploads
-from llmserve.jobs.folder import Appended
+from llmserve.http import streamed
+from llmserve.jobs import uploads
+from llmserve.jobs.store.folder import Appended
 
 BOUNDARY = "limit"
 TYPE = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from on_ray.nodes import Node
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 from llmserve.machines import local_ray
 
 pytestmark = pytest.mark.slow

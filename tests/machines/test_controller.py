@@ -16,11 +16,11 @@ import pytest
 from keepers_here import Here
 from msgspec.structs import replace
 
-from llmserve.engines.engine_process import free_port
-from llmserve.herd import HerdGroup, Plan
+from llmserve.engines.process import free_port
 from llmserve.machines.cluster_file import read_cluster
 from llmserve.machines.controller import Controller, Desired
 from llmserve.machines.processes import Secrets
+from llmserve.planning import HerdGroup, Plan
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,13 @@ import pytest
 from batch_client import client_of, create, ended, jsonl, request
 from front import Front, StartFront, until
 
-from llmserve.cluster.calls import line_now
-from llmserve.engines.engine_process import free_port
-from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.engines.process import free_port
+from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
+from llmserve.live.calls import line_now
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
-from llmserve.settings import ApiConfig, EngineConfig, LiveConfig, ServerConfig
+from llmserve.settings.tree import ApiConfig, EngineConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
 
 DOOR_KEY = "sk-doors"

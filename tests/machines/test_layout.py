@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from llmserve.errors import ConfigError
-from llmserve.herd import HerdGroup, Plan
 from llmserve.machines.cluster_file import ClusterFile, read_cluster
 from llmserve.machines.layout import Moves, doors_plan, owners
 from llmserve.machines.processes import Secrets, door_process, engines_of, group_process, workers_of
+from llmserve.planning import HerdGroup, Plan
 
 SECRETS = Secrets("sk-d", "sk-e", "sk-a")
 TEXT = """

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 
 pytestmark = pytest.mark.slow
 

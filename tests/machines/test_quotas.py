@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmserve.api.key_file import KeyFile, KeyPolicy, Limits
-from llmserve.api.limits import KeyLimits
 from llmserve.errors import RateLimited
 from llmserve.machines.quotas import SPARE, Quotas
+from llmserve.tenants.key_file import KeyFile, KeyPolicy, Limits
+from llmserve.tenants.limits import KeyLimits
 
 LIMIT = 600  # requests a minute
 
@@ -105,7 +105,7 @@ def test_the_parts_of_a_door_that_is_gone_are_free() -> None:
 
 
 def test_a_request_larger_than_a_doors_part_goes_when_the_bucket_is_full_and_leaves_a_debt() -> None:
-    from llmserve.api.buckets import Bucket
+    from llmserve.tenants.buckets import Bucket
 
     bucket = Bucket(100, 0.0, size=25.0)
     assert bucket.wait_s(80.0, 0.0) == 0.0

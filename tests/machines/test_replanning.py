@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from llmserve import herd
-from llmserve.herd import Instance, Model, Plan, Stream
+from llmserve import planning as herd
 from llmserve.machines.replanning import Replanning
+from llmserve.planning import Instance, Model, Plan, Stream
 
 EVERY_S = 10.0
 

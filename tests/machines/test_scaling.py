@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.cluster.wanted import DOWN_AFTER_S
 from llmserve.errors import ConfigError
-from llmserve.herd import HerdGroup, Plan
+from llmserve.estimates.wanted import DOWN_AFTER_S
 from llmserve.machines.cluster_file import ClusterFile, read_cluster
 from llmserve.machines.layout import owners
 from llmserve.machines.scaling import Scaling
+from llmserve.planning import HerdGroup, Plan
 
 TEXT = """
 [[engine]]

@@ -11,16 +11,16 @@ import pytest
 from fair_worlds import Ask, Clients
 from front import Front, StartFront, until
 
-from llmserve.api.peers import Served, ToServer
-from llmserve.cluster import journal
-from llmserve.engines.fake import FakeEngine
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.live import journal
+from llmserve.machines.peers import Served, ToServer
 from llmserve.machines.shares import Shares
-from llmserve.policies import SchedulingConfig
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo
 from llmserve.scheduling.fair import ANSWER_WEIGHT
 from llmserve.scheduling.messages import SHARES_MAX, ServedElsewhere
-from llmserve.settings import ServerConfig
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.policy_names import ORDERS
+from llmserve.settings.tree import ServerConfig
 
 SLOTS, SERVICE_S, TOKENS, SECONDS = 8, 0.4, 20.0, 30
 EXCHANGE_S = 1.0

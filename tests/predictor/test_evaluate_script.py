@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from script_module import load_script
 
-from llmserve import evaluate
 from llmserve.__main__ import main as llmserve
+from llmserve.commands import evaluate
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS

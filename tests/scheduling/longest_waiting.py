@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running
+from llmserve.scheduling.choice.orders import Candidate, Key, MomentOrder, Running
 
 
 class LongestWaiting(MomentOrder):

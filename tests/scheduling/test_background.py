@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -22,6 +21,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 SECONDS_PER_TOKEN = 0.02  # the scheduler's guess until the first answer
 

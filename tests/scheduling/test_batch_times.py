@@ -3,13 +3,13 @@
 import pytest
 
 from bins.profile import StepTimes
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.batch_times import BatchTimes, Timetable
+from llmserve.scheduling.choice.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import PACE_MEMORY, PACE_MOST, PROVEN_S, EngineState, Worker
-from llmserve.scheduling.model_queues import ModelQueues
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.settings.policies import SchedulingConfig
 
 SPEED = StepTimes(0.5, (1.0, 1.5, 2.0, 2.5))
 

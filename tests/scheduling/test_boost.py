@@ -12,15 +12,15 @@ from test_orders import one_by_one, run_dry
 from test_revised_forecasts import revised
 from test_scheduler import arrive, new_scheduler, step
 
-from llmserve.policies import SchedulingConfig
+from llmserve.commands.simulate import Scenario, Summary, simulate
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.choice.orders import FixedOrder, boosted, mean_turn
 from llmserve.scheduling.load import FIT_EVERY, Calibration, Load, PromptTime, WaitTail
 from llmserve.scheduling.messages import EngineReady, RequestEnded
-from llmserve.scheduling.orders import FixedOrder, boosted, mean_turn
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.scheduling.window_queue import WindowQueue
-from llmserve.simulate import Scenario, Summary, simulate
+from llmserve.settings.policies import SchedulingConfig
 
 
 def queued(tokens: float, *, at_s: float = 0.0, decay_s: float = 100.0, pace_s: float = 1.25) -> QueuedRequest:

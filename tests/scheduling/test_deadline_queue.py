@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from llmserve.request import Request
-from llmserve.scheduling.deadline_queue import DeadlineQueue, around_first, largest_feasible
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.deadline_queue import DeadlineQueue, around_first, largest_feasible
+from llmserve.scheduling.queues.waiting import QueuedRequest
 
 QUEUES = 1_000
 LINEAR_S = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # T(1), T(2), ...

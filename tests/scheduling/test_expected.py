@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from worlds.invariants import check
 
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling import engine_book
 from llmserve.scheduling.messages import (
@@ -25,6 +24,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.settings.policies import SchedulingConfig
 
 LOST = EngineLost("gpu0", expected=True)
 CONFIG = {"bins": 1, "batch_size": 1, "release": "greedy", "order": "fffs", "engine_wait_s": 5.0}

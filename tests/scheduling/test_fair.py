@@ -10,11 +10,9 @@ from statistics import median
 import pytest
 from fair_worlds import Ask, Clients, gaps
 
-from llmserve.policies import SchedulingConfig
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.choice.fixed_choice import FixedChoice
 from llmserve.scheduling.fair import FairShares, Share, cost
-from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
@@ -23,6 +21,8 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.policy_names import ORDERS
 
 SLOTS, SERVICE_S, SECONDS = 8, 0.4, 20
 

@@ -11,9 +11,8 @@ import pytest
 from worlds.invariants import check
 
 from bins.profile import StepTimes
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.choice.orders import Candidate, Flex, Key, MomentOrder, Order
 from llmserve.scheduling.engines import PROVEN_S, EngineState
 from llmserve.scheduling.messages import (
     Action,
@@ -30,8 +29,9 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.orders import Candidate, Flex, Key, MomentOrder, Order
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 
 SIZES = 128
 Starts = list[tuple[str, list[int]]]

@@ -7,8 +7,7 @@ from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import StepTimes
-from llmserve.cluster.journal import Header
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
@@ -35,6 +34,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 LEFT = ServingGroup("left", ("a",), ("m",))
 RIGHT = ServingGroup("right", ("b",), ("n",))

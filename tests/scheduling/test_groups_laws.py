@@ -10,8 +10,7 @@ from test_groups import LEFT
 from worlds.invariants import check
 
 from bins.profile import StepTimes
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import (
@@ -33,6 +32,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.rates import Replan
+from llmserve.settings.policies import SchedulingConfig
 
 POLICIES = [
     ("fffs", "greedy"),

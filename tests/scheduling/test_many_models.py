@@ -8,13 +8,13 @@ from types import FrameType
 
 import pytest
 
-from llmserve.cluster.known_models import KnownModels
-from llmserve.counted import Families
 from llmserve.engines.engine import ServedModel
-from llmserve.metrics import _Streams
-from llmserve.policies import SchedulingConfig
+from llmserve.live.known_models import KnownModels
+from llmserve.observe.counters import Families
+from llmserve.observe.metrics import _Streams
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineReady, RequestArrived
+from llmserve.settings.policies import SchedulingConfig
 
 
 def calls(work: Callable[[], object]) -> int:

@@ -9,13 +9,13 @@ from itertools import count
 
 import pytest
 
-from llmserve.policies import SchedulingConfig
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.memory import REST, MemoryTurn, is_giant, is_large
 from llmserve.scheduling.messages import EngineReady, Event, RequestArrived, RequestEnded, StartBatch, TimerFired
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.settings.policy_names import ORDERS
 
 CACHE, SLOTS, SERVICE_S, RUN_S = 20_000, 8, 0.2, 60.0
 MODEST = 8

@@ -11,7 +11,7 @@ from scheduling import longest_waiting
 from worlds.invariants import check
 
 from llmserve.__main__ import main
-from llmserve.policies import SchedulingConfig
+from llmserve.commands.simulate import Scenario, simulate
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -24,7 +24,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
 )
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.simulate import Scenario, simulate
+from llmserve.settings.policies import SchedulingConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "as-a-library.md"
 

@@ -9,7 +9,6 @@ from test_releases import NEVER, plan, table
 from test_scheduler import step
 
 from bins.dispatch import DispatchPlan, Observed
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.lengths import LEVELS
 from llmserve.scheduling.messages import (
@@ -25,6 +24,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.planner import ANSWERS_BETWEEN, ARRIVALS_LEAST, RATE_GRID
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 GPU0, GPU1 = EngineInfo("gpu0", slots=8, barrier=False), EngineInfo("gpu1", slots=8, barrier=False)
 BINS, BATCH = 2, 4

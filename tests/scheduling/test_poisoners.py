@@ -11,7 +11,6 @@ from statistics import median
 
 import pytest
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -23,6 +22,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.settings.policies import SchedulingConfig
 
 SERVICE_S, FAULT_S = 0.1, 0.01
 HONEST_EVERY_S = 1.0

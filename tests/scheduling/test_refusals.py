@@ -14,8 +14,7 @@ from test_orders import one_by_one
 from test_scheduler import arrive, new_scheduler, step
 from worlds.invariants import check
 
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import Request
 from llmserve.scheduling.groups import REFUSALS_MAX
 from llmserve.scheduling.messages import (
@@ -32,6 +31,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.rests import RESTS_S_MAX, Rests
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 A, B, C = (engine(name, slots=1) for name in "abc")
 

@@ -10,9 +10,9 @@ from test_releases import PLANNED
 
 from bins.curve import Curve
 from bins.profile import Profile
-from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 
 
 @pytest.mark.parametrize("release", ["soon", "static", "static:0", "static:x", "static:2.5", "Table", "tables", ""])

@@ -9,9 +9,8 @@ import pytest
 from test_scheduler import arrive, batch, new_scheduler, step
 
 from bins.dispatch import DispatchPlan, DispatchTable
-from llmserve.cluster import journal
-from llmserve.dispatch_config import DispatchConfig
-from llmserve.policies import SchedulingConfig
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.live import journal
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -21,11 +20,12 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import BinQueue, QueuedRequest
+from llmserve.scheduling.queues.waiting import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Rate, Table
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.simulate import Scenario, simulate
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.report import Summary
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)

@@ -12,7 +12,7 @@ from test_scheduler import arrive, new_scheduler, step
 
 from bins.profile import StepTimes
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.formed_queue import FormedQueue
+from llmserve.scheduling.choice.orders import shortest, turn
 from llmserve.scheduling.messages import (
     REVISIONS_MAX,
     Action,
@@ -25,10 +25,10 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.orders import shortest, turn
-from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, QueuedRequest
+from llmserve.scheduling.queues.formed_queue import FormedQueue
+from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, FormedBatch, QueuedRequest
+from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.scheduling.window_queue import WindowQueue
 
 STATIC = EngineInfo("gpu0", slots=3, barrier=True)
 

@@ -6,7 +6,6 @@ import random
 import pytest
 from worlds.invariants import check
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -26,6 +25,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust
+from llmserve.settings.policies import SchedulingConfig
 
 BARRIER = EngineInfo("gpu0", slots=2, barrier=True)
 REFILL = EngineInfo("gpu0", slots=2, barrier=False)

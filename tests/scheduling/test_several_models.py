@@ -3,7 +3,6 @@
 import pytest
 from worlds.invariants import check
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -21,6 +20,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 Starts = list[tuple[str, list[int]]]
 

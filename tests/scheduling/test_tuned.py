@@ -6,10 +6,10 @@ import pytest
 from test_orders import one_by_one, run_dry
 from test_scheduler import arrive, new_scheduler, step
 
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import BatchEnded, EngineReady, Event, RequestArrived, RequestEnded, StartBatch, Tuned
+from llmserve.settings.policies import SchedulingConfig
 
 REQUESTS = (Request(0, 1.0), Request(1, 300.0), Request(2, 20.0), Request(3, 100.0))
 

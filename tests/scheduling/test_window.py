@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import arrive, new_scheduler, step
 
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.choice.orders import arrival, due_at_s
 from llmserve.scheduling.messages import Action, BatchEnded, RequestCancelled, StartBatch
-from llmserve.scheduling.orders import arrival, due_at_s
-from llmserve.scheduling.queues import BinQueue, QueuedRequest
+from llmserve.scheduling.queues.waiting import BinQueue, QueuedRequest
+from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust
-from llmserve.scheduling.window_queue import WindowQueue
+from llmserve.settings.policies import SchedulingConfig
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 

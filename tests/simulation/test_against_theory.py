@@ -10,10 +10,10 @@ from scipy.stats import t
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.service import ServiceTimes
 from bins.smdp import Queue
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, Event, StartBatch
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.report import Recorder
 
 SIZES = np.arange(1, 9)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from llmserve.__main__ import main
-from llmserve.policies import SchedulingConfig
+from llmserve.commands.simulate import Scenario, prepare, run, simulate
 from llmserve.scheduling.lengths import ENOUGH
-from llmserve.simulate import Scenario, prepare, run, simulate
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.figures import Story, comparison_figure, timeline_figure, waiting_figure
 from llmserve.simulation.report import BatchRecorder, Summary
 from llmserve.simulation.scenario import engines

@@ -11,8 +11,6 @@ from worlds.invariants import check
 
 from bins.curve import Curve
 from bins.profile import Profile
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -25,6 +23,8 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import Costs, ProfileEngine, StepEngine, TimedEngine
 
 

@@ -15,8 +15,8 @@ from scipy import stats
 from server_process import all_ended
 
 from llmserve.__main__ import main
+from llmserve.commands.simulate import swept
 from llmserve.errors import ConfigError, LLMServeError
-from llmserve.simulate import swept
 from llmserve.simulation.estimates import Estimate, Repeated, estimate, student_quantile
 from llmserve.simulation.many import in_processes
 

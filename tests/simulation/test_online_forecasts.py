@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from llmserve.__main__ import main
-from llmserve.cluster import journal
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
-from llmserve.prompt_rows import read_answers
+from llmserve.live import journal
 from llmserve.request import Request
 from llmserve.scheduling.messages import BatchEnded, ForecastsRevised, RequestArrived, RequestEnded
-from llmserve.simulated_learning import SimulatedLearning
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.learning import SimulatedLearning
 from llmserve.simulation.online import OnlineRows
+from llmserve.simulation.prompt_rows import read_answers
 from llmserve.simulation.scenario import Answers, Scenario, prepare
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bins.edges import equal_mass_edges, index_of
+from llmserve.commands.simulate import Scenario, prepare, run
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, prepare, run
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.predictions import neighbour_mistakes, predict, read_confusion
 from llmserve.simulation.report import BatchRecorder
 from llmserve.simulation.workload import Trace, requests

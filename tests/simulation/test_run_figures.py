@@ -9,8 +9,8 @@ import pytest
 from missing_modules import without
 
 from llmserve.__main__ import main
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, engines, prepare, run
+from llmserve.commands.simulate import Scenario, engines, prepare, run
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.figures import Story, comparison_figure, latency_figure, timeline_figure, waiting_figure
 from llmserve.simulation.report import BatchRecorder, Recorder
 

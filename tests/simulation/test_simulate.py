@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from llmserve.__main__ import main
-from llmserve.cluster import journal
-from llmserve.dispatch_config import DispatchConfig
-from llmserve.policies import SchedulingConfig
-from llmserve.prompt_rows import read_answers
+from llmserve.commands.simulate import Case, Scenario, prepare, run, run_cases, simulate
+from llmserve.live import journal
 from llmserve.scheduling.messages import RequestArrived, StartBatch
-from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.progress import RunsProgress
+from llmserve.simulation.prompt_rows import read_answers
 from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import Answers
 from predictor.prompt import Prompt

@@ -10,7 +10,7 @@ from test_simulate import scheduling
 
 from bins.curve import Curve
 from bins.profile import Profile
-from llmserve.simulate import Scenario, prepare, run, simulate
+from llmserve.commands.simulate import Scenario, prepare, run, simulate
 from llmserve.simulation.engine_model import Costs
 from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import engines

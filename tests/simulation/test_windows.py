@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bins.capacity import batch_time_window
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, simulate
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.workload import draw_lengths
 
 LENGTHS = "lognormal:5.2,0.8,1024"

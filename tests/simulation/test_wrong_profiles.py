@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bins.profile import StepTimes
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, Event, FailRequest
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import Costs, StepEngine
 
 SIZES, TOKENS, SLO_S = 8, 100.0, 4.0

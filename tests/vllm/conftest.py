@@ -10,7 +10,7 @@ import pytest
 from front import StartFront
 from vllm_on_cpu import running_vllm
 
-from llmserve.settings import LiveConfig
+from llmserve.settings.tree import LiveConfig
 
 SLOTS = 4
 

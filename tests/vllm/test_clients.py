@@ -8,7 +8,7 @@ import openai
 import pytest
 from front import Front, StartFront
 
-from llmserve.settings import ApiConfig
+from llmserve.settings.tree import ApiConfig
 
 pytestmark = pytest.mark.vllm
 

@@ -25,7 +25,7 @@ from vllm_on_cpu import MODEL as FILES_OF_MODEL
 from vllm_on_cpu import running_vllm
 
 from llmserve.scheduling.messages import RequestArrived
-from llmserve.settings import ServerConfig
+from llmserve.settings.tree import ServerConfig
 
 pytestmark = pytest.mark.vllm
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from front import Front, StartFront, until
 
-from llmserve.cluster import journal
-from llmserve.engines.fake import FakeEngine
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.live import journal
 from llmserve.scheduling.messages import PreemptBatch, RequestEnded
 
 pytestmark = pytest.mark.vllm

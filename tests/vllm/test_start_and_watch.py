@@ -65,7 +65,7 @@ def test_a_model_without_weights_ends_the_start_with_vllms_message(flags: list[s
     assert "vllm-0 ended with status 1" in error
     assert "Cannot find any model weights" in error, "an early line of vLLM's output"
     assert str(tmp_path / "logs" / "vllm-0.log") in error
-    assert "llmserve/serve.py" not in error, "no traceback of llmserve"
+    assert "llmserve/commands/serve.py" not in error, "no traceback of llmserve"
 
 
 def test_an_argument_that_vllm_does_not_know_ends_the_start(flags: list[str]) -> None:

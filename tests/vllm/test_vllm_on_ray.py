@@ -16,7 +16,7 @@ import psutil
 import pytest
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 
 pytestmark = pytest.mark.vllm
 

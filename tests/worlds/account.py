@@ -15,8 +15,8 @@ import msgspec
 from worlds.invariants import check, passable
 from worlds.lines import assert_line_may_start, assert_lines_may_wait
 
-from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
 from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.choice.orders import UNDATED_S
 from llmserve.scheduling.engines import PROVEN_S
 from llmserve.scheduling.groups import REFUSALS_MAX
 from llmserve.scheduling.layout import FALLBACK
@@ -50,8 +50,8 @@ from llmserve.scheduling.messages import (
     TimerFired,
     Tuned,
 )
-from llmserve.scheduling.orders import UNDATED_S
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import TIMEOUT_S, SchedulingConfig, tuned
 
 NEVER_IDLE = ("greedy", "window")  # releases under which no request waits for others to form a batch
 NEAR_S = 1e-9  # tolerance for times that are sums of other times

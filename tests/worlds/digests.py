@@ -15,7 +15,7 @@ import msgspec
 from worlds.drawing import draw
 from worlds.run import run
 
-from llmserve.cluster.journal import Step
+from llmserve.live.journal import Step
 
 FILE = Path(__file__).with_name("digests.txt")
 WORLDS = 4_000

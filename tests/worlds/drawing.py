@@ -18,8 +18,8 @@ from worlds.faults import Closed, Fault, Lost, Pace, Ready, RequestFault
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import (
@@ -30,9 +30,9 @@ from llmserve.scheduling.messages import (
     ServingGroup,
     Tuned,
 )
-from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
+from llmserve.settings.policies import SchedulingConfig
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate-headroom", "deadline", "table")
 ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")

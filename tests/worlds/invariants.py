@@ -7,13 +7,13 @@ from collections.abc import Collection
 from itertools import product
 
 from llmserve.request import EngineInfo
+from llmserve.scheduling.choice.fixed_choice import FixedChoice
+from llmserve.scheduling.choice.moment_choice import MomentChoice, Whose
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.memory import is_large
-from llmserve.scheduling.moment_choice import MomentChoice, Whose
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 

@@ -14,10 +14,7 @@ from worlds.faults import FaultyEngine
 from worlds.story import story_of
 
 from bins.dispatch import DispatchSolver
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.cluster.simulated import Delays, EngineModel, SimulatedCluster
-from llmserve.dispatch_config import DispatchConfig
-from llmserve.policies import PLANNED
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -35,6 +32,9 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import PLANNED
+from llmserve.simulation.cluster import Delays, EngineModel, SimulatedCluster
 from llmserve.simulation.engine_model import Costs, StepEngine
 
 TWICE_EVERY = 8  # one world in this many runs twice and must give the same journal

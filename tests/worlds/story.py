@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llmserve.cluster.journal import Step
+from llmserve.live.journal import Step
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,

@@ -3,8 +3,6 @@
 import pytest
 from worlds.faults import Closed, Fault, FaultyEngine, Lost, Pace, Ready, RequestFault
 
-from llmserve.cluster.simulated import Delays, SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -17,6 +15,8 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     TimerFired,
 )
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import Delays, SimulatedCluster
 from llmserve.simulation.engine_model import TimedEngine
 
 LENGTHS = [4.0, 2.0, 8.0, 1.5]

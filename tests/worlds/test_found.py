@@ -5,9 +5,7 @@ from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import StepTimes
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.messages import (
     Action,
     DispatchSolved,
@@ -22,8 +20,10 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest
+from llmserve.scheduling.queues.formed_queue import FormedQueue
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more
 

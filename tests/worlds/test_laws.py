@@ -21,9 +21,7 @@ from worlds.invariants import check, passable
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
-from llmserve import policies
-from llmserve.cluster.journal import Header, Step, replay
-from llmserve.policies import SchedulingConfig
+from llmserve.live.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -49,6 +47,8 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.trust import Trust
+from llmserve.settings import policies
+from llmserve.settings.policies import SchedulingConfig
 
 CONFIGS = st.builds(
     SchedulingConfig,

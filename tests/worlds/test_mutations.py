@@ -10,27 +10,27 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import pytest
 from worlds.run import Violation, judge
 
-from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.admission import Admission
-from llmserve.scheduling.background import Background
-from llmserve.scheduling.batch_times import BatchTimes, Timetable
+from llmserve.scheduling.choice.background import Background
+from llmserve.scheduling.choice.batch_times import BatchTimes, Timetable
+from llmserve.scheduling.choice.dispatch import Dispatch
+from llmserve.scheduling.choice.fixed_choice import FixedChoice
+from llmserve.scheduling.choice.moment_choice import MomentChoice
+from llmserve.scheduling.choice.orders import Candidate, Clockwork, Flex, Key
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.fixed_choice import FixedChoice
-from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
-from llmserve.scheduling.model_queues import ModelQueues
-from llmserve.scheduling.moment_choice import MomentChoice
-from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.queues.formed_queue import FormedQueue
+from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.release import Full, Planned, Timeout
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policy_names import ORDERS
 
 SEEDS = 200  # each bug must be found within this many worlds
 

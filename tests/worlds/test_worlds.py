@@ -12,7 +12,7 @@ from worlds import digests
 from worlds.drawing import KINDS, ORDERS, RELEASES, draw
 from worlds.run import Violation, journal, judge
 
-from llmserve.cluster.journal import Step
+from llmserve.live.journal import Step
 from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest, TimerFired
 

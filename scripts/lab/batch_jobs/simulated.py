@@ -11,9 +11,7 @@ import msgspec
 import numpy as np
 
 from batch_jobs.workload import BURST_S, CYCLES, IDLE_S, LINE, SLOTS, Workload, costs, counts, is_burst
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.jobs.feeding import Feeder, Shapes, arranged
-from llmserve.policies import SchedulingConfig
+from llmserve.jobs.run.feeding import Feeder, Shapes, arranged
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -25,6 +23,8 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import StepEngine
 
 

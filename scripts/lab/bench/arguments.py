@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmserve.profile import whole
+from llmserve.commands.profile import whole
 
 __all__ = ["add_results", "exit_on", "numbers", "parser_of", "positive", "whole"]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from llmserve.headers import BATCH_HEADER
+from llmserve.wire.headers import BATCH_HEADER
 
 MODEL = "llmserve-demo"
 BEGIN_S = 0.1  # from the start of a load to time 0 of its requests

@@ -19,9 +19,9 @@ import aiohttp
 
 import predictor
 from bench.client import MODEL
-from llmserve.bench import Arrangement
-from llmserve.engines import embedded
-from llmserve.engines.engine_process import SUPERVISOR, free_port
+from llmserve import demo as embedded
+from llmserve.commands.bench import Arrangement
+from llmserve.engines.process import SUPERVISOR, free_port
 
 MODEL_FOLDER = Path(embedded.__file__).with_name("model")
 # vLLM's engine core and its worker wait for each other by spinning. Two such processes would leave hardly any time of
@@ -117,7 +117,7 @@ def front_end(name: str, *flags: str) -> AbstractAsyncContextManager[Server]:
 
 def embedded_engine(batch_size: int) -> AbstractAsyncContextManager[Server]:
     """The embedded engine: it runs static batches of at most `batch_size` requests."""
-    command = module("llmserve.engines.embedded", "--batch-size-max", str(batch_size))
+    command = module("llmserve.demo", "--batch-size-max", str(batch_size))
     return running("the embedded engine", command, ready="/health")
 
 
@@ -134,7 +134,7 @@ def batching_front_end(
 
 def fake_engine(model: str, *flags: str) -> AbstractAsyncContextManager[Server]:
     """A timed engine, which only waits as long as batches would take."""
-    return running(f"timed {model}", module("llmserve.engines.fake", "--model", model, *flags), ready="/health")
+    return running(f"timed {model}", module("llmserve.engines.timed", "--model", model, *flags), ready="/health")
 
 
 def vllm(

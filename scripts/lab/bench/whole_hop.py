@@ -19,8 +19,8 @@ from typing import Any
 
 import uvloop
 
-from llmserve.serve import serving
-from llmserve.settings import Config, EngineConfig, LiveConfig, PredictorConfig, ServerConfig
+from llmserve.commands.serve import serving
+from llmserve.settings.tree import Config, EngineConfig, LiveConfig, PredictorConfig, ServerConfig
 
 SLOTS = 64
 START_S = 60.0

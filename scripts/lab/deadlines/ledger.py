@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from deadlines.traffic import Arrival
-from llmserve.cluster.journal import Step
+from llmserve.live.journal import Step
 from llmserve.request import Batch, Request
 from llmserve.scheduling.messages import (
     EngineReady,

@@ -22,9 +22,9 @@ from bins.profile import Profile
 from deadlines.ledger import WARM_UP, Answer, ledger_of
 from deadlines.runs import Run, run_of
 from deadlines.traffic import Arrival, Setting, draw
-from llmserve.cluster import journal
-from llmserve.headers import STREAM_HEADER
+from llmserve.live import journal
 from llmserve.scheduling.lengths import ANSWERS_BETWEEN
+from llmserve.wire.headers import STREAM_HEADER
 
 POLICIES = {  # name -> flags of `llmserve serve`
     "fffs": ["--order", "fffs"],

@@ -9,7 +9,7 @@ from bench.figures import new_figure
 from bench.rows import Row, group, select, values
 from bench.tables import markdown
 
-from llmserve.simulate import Case, run_cases
+from llmserve.commands.simulate import Case, run_cases
 from llmserve.simulation.estimates import Repeated
 from llmserve.simulation.progress import RunsProgress
 

@@ -17,8 +17,6 @@ import msgspec
 
 from fleet.layout import Deaths, GroupPlace, Span
 from fleet.traffic import Sent
-from llmserve.cluster.simulated import EngineModel, SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import (
     SHARES_MAX,
@@ -32,6 +30,8 @@ from llmserve.scheduling.messages import (
     StartBatch,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import EngineModel, SimulatedCluster
 from llmserve.simulation.engine_model import TimedEngine
 
 Outcome = Literal["completed", "lost", "late", "refused"]
@@ -241,7 +241,7 @@ class GroupProcess:
 
 
 def tell(cluster: SimulatedCluster, model: str, elsewhere: Mapping[str, float]) -> None:
-    """Tell a group what others have served, as its server is told (api/peers.py)."""
+    """Tell a group what others have served, as its server is told (machines/peers.py)."""
     rows = list(elsewhere.items())
     for start in range(0, len(rows), SHARES_MAX):
         cluster.notify(ServedElsewhere(model, dict(rows[start : start + SHARES_MAX])), cluster.now_s)

@@ -20,7 +20,7 @@ from fleet.door import Board, Door, Held, Routed, again_at
 from fleet.group import Ended, EngineSpeed, GroupProcess, Report
 from fleet.layout import Deaths, GroupPlace
 from fleet.traffic import Sent, Traffic
-from llmserve.policies import SchedulingConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.collector import collector_paused
 
 TAIL_S = 300  # longest time after the last arrival

@@ -23,9 +23,9 @@ from gpu.machine import Machine
 from gpu.plans import CampaignPlan
 from gpu.shapes import prompt_for
 from gpu.steps import CampaignStep, Results
-from llmserve.headers import PREDICTED_HEADER
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, prepare, run
+from llmserve.commands.simulate import Scenario, prepare, run
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.wire.headers import PREDICTED_HEADER
 
 SETTING = ("shape", "batches", "lengths", "sigma", "seed")
 FIRST, REST = 2, 6  # values of the steps

@@ -21,14 +21,14 @@ from gpu.machine import Machine
 from gpu.plans import CampaignPlan
 from gpu.shapes import prompt_for
 from gpu.steps import CampaignStep, NotYet, Results
-from llmserve.cluster import journal
-from llmserve.dispatch_config import DispatchConfig
+from llmserve.commands.simulate import Scenario, prepare, run
 from llmserve.engines.power import GpuEnergy
-from llmserve.headers import PREDICTED_HEADER
-from llmserve.policies import SchedulingConfig
+from llmserve.live import journal
 from llmserve.scheduling.messages import DispatchSolved
-from llmserve.simulate import Scenario, prepare, run
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.workload import Trace
+from llmserve.wire.headers import PREDICTED_HEADER
 
 SETTING = ("shape", "energy_batch", "energy_s", "lengths", "loads", "seed")
 VALUE = 4  # of the steps

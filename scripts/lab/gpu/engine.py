@@ -22,8 +22,8 @@ from gpu.models import ObedientModel, fused_llama, tokenizer
 from gpu.noted import Noted
 from gpu.refill import RefillEngine, refilling_model, started_manager
 from gpu.shapes import SHAPES
-from llmserve.engines.embedded import static_batch
-from llmserve.engines.embedded.server import EmbeddedEngine, serve
+from llmserve.demo import static_batch
+from llmserve.demo.server import EmbeddedEngine, serve
 
 DRAIN_S = 1.0
 QUEUE_MAX = 1 << 16  # a campaign measures the engine, not its refusals

@@ -24,9 +24,9 @@ from bench.servers import Server, module, running
 from gpu.device import Device, Gpu, PretendedNvml, gpu_here, gpu_of
 from gpu.shapes import PROMPT_WORDS
 from gpu.steps import within
-from llmserve.engines.engine_process import SUPERVISOR
 from llmserve.engines.measuring import sampling
 from llmserve.engines.power import GpuEnergy
+from llmserve.engines.process import SUPERVISOR
 
 T = TypeVar("T")
 

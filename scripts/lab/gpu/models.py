@@ -13,9 +13,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from gpu.shapes import CONTEXT, SHAPES
-from llmserve.engines.embedded.fusing import fuse
-from llmserve.engines.embedded.generation import DecodingRow, LanguageModel
-from llmserve.engines.embedded.sampling import Sampling
+from llmserve.demo.fusing import fuse
+from llmserve.demo.generation import DecodingRow, LanguageModel
+from llmserve.demo.sampling import Sampling
 
 
 def config_of(shape: str) -> LlamaConfig:

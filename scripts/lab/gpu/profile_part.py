@@ -24,9 +24,9 @@ from bins.profile import Profile
 from gpu.machine import Machine, words_of
 from gpu.plans import CampaignPlan
 from gpu.steps import CampaignStep, NotYet, Results
+from llmserve.commands.profile import profile_of
 from llmserve.engines import measuring
 from llmserve.engines.measuring import MeasuringPlan
-from llmserve.profile import profile_of
 
 SETTING = ("contexts", "tokens", "rounds", "batch_s", "idle_s", "answers", "tokens_max", "seed")
 LINE_BATCHES = (1, 8)  # sizes of the batches of Fig. 5

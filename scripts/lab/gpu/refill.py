@@ -11,8 +11,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from gpu.models import random_llama
 from gpu.shapes import PROMPT_WORDS, SHAPES
-from llmserve.engines.embedded.generation import LanguageModel
-from llmserve.engines.embedded.server import EmbeddedEngine, Reply
+from llmserve.demo.generation import LanguageModel
+from llmserve.demo.server import EmbeddedEngine, Reply
 from llmserve.errors import RequestError
 
 BLOCK = 64  # tokens that a block of the cache holds

@@ -16,8 +16,8 @@ from gpu.bins_part import ORACLE, all_at_once, joules_per_token
 from gpu.machine import Machine
 from gpu.plans import CampaignPlan
 from gpu.steps import CampaignStep, Results
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, prepare
+from llmserve.commands.simulate import Scenario, prepare
+from llmserve.settings.policies import SchedulingConfig
 
 SETTING = ("shape", "burst", "lengths", "seed")
 FIRST, REST = 3, 6  # values of the steps

@@ -17,8 +17,8 @@ from gpu.models import fused_llama
 from gpu.noted import Noted
 from gpu.shapes import SHAPES, Shape
 from gpu.timing import copy_bytes_per_s, median_s
-from llmserve.engines.embedded import static_batch
-from llmserve.engines.embedded.static_batch import StaticDecoder, Step
+from llmserve.demo import static_batch
+from llmserve.demo.static_batch import StaticDecoder, Step
 
 STEPS = 8  # back to back, in each repetition
 REPEATS, PREFILL_REPEATS = 9, 5  # of which the median counts

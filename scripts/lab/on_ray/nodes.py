@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.process import free_port
 from llmserve.machines import local_ray
 
 START_S = 120.0

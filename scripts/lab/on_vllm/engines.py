@@ -19,8 +19,8 @@ from bench.progress import log
 from bench.servers import Server, flags_of, front_end, running, vllm
 
 from bins.edges import equal_mass_edges
-from llmserve.engines.embedded import demo_corpus
-from llmserve.engines.engine_process import free_port
+from llmserve.demo import demo_corpus
+from llmserve.engines.process import free_port
 from on_vllm.arrangements import ROUTER_POLICIES, Arrangement
 from on_vllm.loads import Ints, Load, ServiceTime
 from on_vllm.passes import all_at_once, ask, send, session_of, shares, summary

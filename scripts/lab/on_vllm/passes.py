@@ -15,7 +15,7 @@ import numpy as np
 from bench import client
 from bench.rows import Row, median, ratio, select
 
-from llmserve.headers import PREDICTED_HEADER, SLO_HEADER
+from llmserve.wire.headers import PREDICTED_HEADER, SLO_HEADER
 from on_vllm.arrangements import Arrangement, baselines_of
 from on_vllm.loads import Floats, Ints, Load, ServiceTime
 

@@ -20,10 +20,10 @@ from bins import profile as profiles
 from bins.profile import Profile
 from bins.service import ServiceTimes
 from bins.smdp import Evaluation, Queue
-from llmserve.dispatch_config import DispatchConfig
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, simulate
-from llmserve.simulate import run as run_workload
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.commands.simulate import run as run_workload
+from llmserve.settings.dispatch import DispatchConfig
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.report import Recorder, Summary
 from llmserve.simulation.scenario import prepare
 from reproduction.batchmonitor.printed_rate import PrintedScheduling

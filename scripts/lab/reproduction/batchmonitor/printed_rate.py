@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmserve.policies import SchedulingConfig
-from llmserve.scheduling.queues import BinQueue
+from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.rates import ArrivalRate, Arrivals
 from llmserve.scheduling.release import Planned
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
 
 SIZE_LEAST = 2
 WINDOW_S = 1.0

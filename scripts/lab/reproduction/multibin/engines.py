@@ -21,10 +21,10 @@ from bench.results import straight_line
 from bench.servers import batching_front_end, embedded_engine, vllm
 
 from bins.fitting import Observation
-from llmserve import bench as throughput
-from llmserve.bench import BASELINE, Arrangement, BenchRun
+from llmserve.commands import bench as throughput
+from llmserve.commands.bench import BASELINE, Arrangement, BenchRun
+from llmserve.demo import demo_corpus
 from llmserve.engines import measuring
-from llmserve.engines.embedded import demo_corpus
 from reproduction.multibin.table_1 import MEASURED
 from reproduction.rows import Report, Row, Rows, claim
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bins.edges import Edges
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, simulate
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.settings.policies import SchedulingConfig
 from reproduction.rows import Row
 
 FIGURE = "Fig. 1 (b)"

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from bins.edges import Edges
-from llmserve.policies import SchedulingConfig
-from llmserve.simulate import Scenario, simulate
+from llmserve.commands.simulate import Scenario, simulate
+from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.report import Summary
 from reproduction.rows import Case, Report, Row, Rows
 from reproduction.simulated import Key, ends_of, run_all

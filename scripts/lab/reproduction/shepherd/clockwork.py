@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmserve.scheduling.orders import Candidate, Key, MomentOrder
+from llmserve.scheduling.choice.orders import Candidate, Key, MomentOrder
 
 SIZES = (1, 2, 4, 8, 16)  # batch sizes for which Clockwork compiles its models (Gujarati et al., OSDI 2020)
 

@@ -31,7 +31,7 @@ POLICIES = (FLEX, WITHOUT_PREEMPTION, PRINTED, CLOCKWORK, LARGEST, RELEASED, REL
 SLOS_S = (0.25, 0.09)
 ISOLATED, STEADY = "one burst", "steady state"
 PERIODS = 20
-EXACT = {  # of the isolated burst at 90 ms, by hand (tests/test_reproduce_shepherd.py)
+EXACT = {  # of the isolated burst at 90 ms, by hand (tests/papers/test_reproduce_shepherd.py)
     FLEX: 358,
     WITHOUT_PREEMPTION: 58,
     CLOCKWORK: 58,

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmserve.scheduling.deadline_queue import ROUNDING_S, largest_feasible
-from llmserve.scheduling.orders import Candidate, Key, MomentOrder
+from llmserve.scheduling.choice.orders import Candidate, Key, MomentOrder
+from llmserve.scheduling.queues.deadline_queue import ROUNDING_S, largest_feasible
 from reproduction.shepherd.nexus import Cycle, Slot
 
 IDLE = Cycle(0.0, ())

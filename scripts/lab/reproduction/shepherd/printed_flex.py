@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue
-from llmserve.scheduling.orders import Candidate, Flex
-from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.choice.orders import Candidate, Flex
+from llmserve.scheduling.queues.deadline_queue import ROUNDING_S, DeadlineQueue
+from llmserve.scheduling.queues.waiting import QueuedRequest
 
 
 @dataclass(frozen=True)

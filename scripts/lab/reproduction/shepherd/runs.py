@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bins.profile import StepTimes
-from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
+from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.messages import Action, BatchEnded, DrainRequested, Event, PreemptBatch, StartBatch
-from llmserve.scheduling.orders import Order
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
+from llmserve.simulation.cluster import SimulatedCluster
 from reproduction.shepherd.clockwork import LargestBatch, Released
 from reproduction.shepherd.models import BATCH_MAX, TABLE_4
 from reproduction.shepherd.nexus import PERIOD_S, Plan

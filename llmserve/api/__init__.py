@@ -1,1 +1,0 @@
-"""The HTTP side of the front-end. Only this package imports FastAPI."""

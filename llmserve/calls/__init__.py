@@ -1,0 +1,6 @@
+"""Calls: requests of clients from their arrival to their end.
+
+charges     : what calls use of the limits of their keys
+in_flight   : A client's call in flight, which gives the answer to the client
+prompt_size : the estimated tokens of a prompt, and hashes of its beginning, without a tokenizer
+"""

@@ -1,0 +1,236 @@
+"""A client's call in flight, which gives the answer to the client."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from llmserve.engines.engine import Headers
+from llmserve.errors import RequestError
+from llmserve.request import Call, Request
+from llmserve.wire.error_objects import retry_after_s
+from llmserve.wire.event_stream import Usage
+
+if TYPE_CHECKING:
+    from llmserve.live.calls import Forwarding
+    from llmserve.scheduling.messages import RequestEnded
+    from llmserve.wire.answer_forms import StreamReader
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """How the front-end served a request: the x-llmserve-* headers of its answer."""
+
+    request_id: int
+    bin: int
+    batch: int
+    engine: str
+    queue_ms: float
+    predicted_tokens: float | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The receipt as the field `llmserve` of a stream's last chunk."""
+        fields = {"bin": self.bin, "batch": self.batch, "queue_ms": round(self.queue_ms, 1), "engine": self.engine}
+        if self.predicted_tokens is not None:
+            fields["predicted_tokens"] = round(self.predicted_tokens)
+        return fields
+
+
+def request_name(request_id: int, call: Call) -> str:
+    """The x-request-id of the answer: the client's, if sent."""
+    return dict(call.headers).get("x-request-id") or f"llmserve-{request_id}"
+
+
+def told_tokens(call: Call, predicted_tokens: float | None) -> float | None:
+    """The prediction as the client is told. None: there is none.
+
+    Forecasts come from all keys' answers. So where there are keys, a client is told a power of two: exact numbers would
+    say whether another key has sent this very prompt, and how long its answer was.
+    """
+    if predicted_tokens is None or not call.choices:
+        return None
+    if not call.prompt.sender or call.predicted_tokens is not None:
+        return predicted_tokens
+    return 2.0 ** round(math.log2(max(1.0, predicted_tokens)))
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The status and headers of an answer. body : None when the body follows as a stream.  headers : the engine's"""
+
+    status: int
+    content_type: str
+    retry_after: str | None
+    receipt: Receipt
+    body: bytes | None
+    headers: Headers = ()
+
+
+def _use(head: Head) -> tuple[int, float]:
+    """How much a client can do with an engine's error: the least is the best. A busy engine says when to come again."""
+    use = {429: 0, 503: 1, 529: 1, 404: 3}.get(head.status, 2)
+    return use, math.inf if head.retry_after is None else retry_after_s(head.retry_after, time.time()) or math.inf
+
+
+class Client(Protocol):
+    """Who gets the answer of a call. `begin` with a body, `end` and `fail` are the last that a client hears."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads slower than the answer is written."""
+        ...
+
+    async def writable(self) -> None:
+        """Wait until the client has read enough, or has gone."""
+        ...
+
+    def begin(self, head: Head) -> None: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    @property
+    def listens(self) -> bool:
+        """Whether the client has got the head of a stream, although no answer has begun: comments may pass."""
+        ...
+
+    def end(self) -> None: ...
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        """Tell the client that the call failed, before or after its answer began."""
+        ...
+
+
+class Charge(Protocol):
+    """What one call uses of its key's limits; see charges.py."""
+
+    def reserve(
+        self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float
+    ) -> Coroutine[Any, Any, None] | None:
+        """Reserve these tokens. Returns what must be awaited until they are; None: they are.
+
+        Raises RequestError when a limit refuses the call, here or when awaited; then nothing is reserved.
+        """
+        ...
+
+    def started(self) -> None:
+        """Note that an engine runs the call now."""
+        ...
+
+    def settle(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float | None) -> None:
+        """Give back what was not used of the reserve. output_tokens : None: all of it was used"""
+        ...
+
+
+class Trace(Protocol):
+    """Follows one call from engine to engine, for operators; see traces.py."""
+
+    def started(self, in_flight: InFlightCall, now_s: float) -> None:
+        """An engine is about to get the call. May add headers for the engine."""
+        ...
+
+    def left(self, in_flight: InFlightCall, now_s: float, ended: RequestEnded | None) -> None:
+        """The call has ended on its engine. ended : None: the engine was lost"""
+        ...
+
+
+class InFlightCall:
+    """One client call in flight, from its arrival to the scheduler's last word on it."""
+
+    def __init__(
+        self,
+        call: Call,
+        request_id: int,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.call = call
+        self.request = Request(request_id)
+        self.arrived_at_s = 0.0
+        self.receipt: Receipt | None = None
+        self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
+        self.usage: StreamReader | None = None  # counts the tokens of a stream
+        self.counts: Usage | None = None  # the engine's counts of the whole answer
+        self.charge = charge  # None: the call uses no limits, or has been settled
+        self.trace = trace
+        self.cut = False  # the answer ran into a limit
+        self.forwarding: Forwarding | None = None  # forwards the answer of the engine that runs the call
+        self.gone = False  # the client has left
+        self.answered = False  # the client has received bytes
+        self.complete = False  # the client has the whole answer, or was told of a failure
+        self.stopping = False  # the call is being stopped by a preemption: the call may start again
+        self.attempts = 0  # starts on engines, so far
+        self.preemptions = 0
+        self.error = ""  # code of the failure that the client was told of
+        self.first_at_s: float | None = None  # when the first event of a stream was forwarded
+        self.last_at_s: float | None = None  # when the last event of a complete stream was
+        self.refused: Head | None = None  # an engine's error answer, for the client if no other engine has a better one
+        self._client = client
+
+    @property
+    def name(self) -> str:
+        """The request in the log, and for its client."""
+        return request_name(self.request.id, self.call)
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Tokens of the stream so far, of all its choices."""
+        return self.usage.output_tokens if self.usage is not None else 0
+
+    @property
+    def seconds_between_tokens(self) -> float | None:
+        """Mean time between two tokens of a complete stream; None: there are not two."""
+        if self.first_at_s is None or self.last_at_s is None:
+            return None
+        steps = self.streamed_tokens / self.call.choices - 1.0
+        return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
+
+    def begin(self, head: Head) -> None:
+        """Give the client the head of the answer, and the body if the head has one."""
+        self.answered = True
+        if self.complete or self.gone:
+            return
+        self.complete = head.body is not None
+        if head.status >= 400:
+            self.error = f"engine_status_{head.status}"
+        self._client.begin(head)
+
+    def refuse(self, head: Head) -> None:
+        """Keep an engine's error answer for the client, unless an earlier one tells the client more."""
+        if self.refused is None or _use(head) <= _use(self.refused):
+            self.refused = head
+
+    @property
+    def listens(self) -> bool:
+        """Whether comments may pass before the answer begins."""
+        return self._client.listens and not (self.answered or self.complete or self.gone)
+
+    def feed(self, chunk: bytes) -> None:
+        """Give the client bytes of a stream."""
+        if not (self.complete or self.gone):
+            self._client.write(chunk)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client has too many unread bytes."""
+        return self._client.paused and not (self.complete or self.gone)
+
+    async def writable(self) -> None:
+        """Wait until the client has read enough, or has gone."""
+        await self._client.writable()
+
+    def close(self) -> None:
+        """End the stream."""
+        if not (self.complete or self.gone):
+            self.complete = True
+            self._client.end()
+
+    def fail(self, error: RequestError) -> None:
+        """Tell the client of a failure, unless the whole answer was given."""
+        if not (self.complete or self.gone):
+            self.complete = True
+            self.error = error.code or error.type
+            self._client.fail(error, self.receipt)

@@ -1,0 +1,123 @@
+"""Everything that a server has learnt: gathered for the file of --state, and taken back from it.
+
+learners       forecasts of lengths, by model (predictor/online.py)
+scheduler      scores and lengths of answers and service times by model, for the journal's header
+engines        the slots of each, where llmserve finds them out, and its pace by model
+prompt_tokens  tokens for each character of a prompt, by model
+routes         whose each response is that engines keep (live/routes.py)
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmserve.calls.prompt_size import PromptTokensByModel
+from llmserve.engines.openai import OpenAIEngine
+from llmserve.forecasts.scheduler_state import engines_state, header_part, restore_engines, scheduler_saving
+from llmserve.forecasts.state_file import StateFile
+from llmserve.live.routes import Origin, Routes, origins_of
+from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.by_model import by_model
+from llmserve.settings.tree import Config
+from predictor.online import OnlineLearner
+from predictor.process import PredictorProcess
+from predictor.state import Saving, part
+
+log = logging.getLogger("llmserve")
+
+SECRET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LearntParts:
+    """The parts that learn outside the scheduler, and what the scheduler begins with.
+
+    learners    by model; "": of every other model
+    predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
+    models      `learnt` of the journal's header
+    origins     whose each response is, by its id
+    """
+
+    config: Config
+    learners: dict[str, OnlineLearner]
+    predictors: dict[str, str]
+    engines: Sequence[OpenAIEngine]
+    prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
+    models: dict[str, Learnt] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    def saving(self, scheduler: Scheduler, routes: Routes) -> Saving:
+        """Make the state of everything in slices (predictor/state.py)."""
+        learners = {}
+        for model, learner in self.learners.items():
+            state = yield from learner.saving()
+            learners[model] = {"predictor": self.predictors[model], **state}
+        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models)
+        prompt_tokens = self.prompt_tokens.state()
+        yield
+        responses = yield from routes.saving()
+        return {
+            "learners": learners,
+            "scheduler": scheduled,
+            "engines": engines_state(self.engines, scheduler),
+            "prompt_tokens": prompt_tokens,
+            "routes": responses,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state. Raises ValueError for a state of something else; then nothing here may be used."""
+        for model, learner in self.learners.items():
+            own = part(state, "learners").get(model)
+            if own is None:
+                continue
+            if part(own, "predictor") == self.predictors[model]:
+                learner.restore(own)
+            else:
+                log.info(
+                    "state: the learner%s starts empty, for its predictor is another", f" of {model}" * bool(model)
+                )
+        self.models.update(header_part(part(state, "scheduler"), self.config.scheduling))
+        self.prompt_tokens.restore(part(state, "prompt_tokens"))
+        restore_engines(self.engines, part(state, "engines"))
+        if "routes" in state:
+            self.origins.update(origins_of(state["routes"]))
+
+
+def learnt_before(
+    config: Config,
+    kept: StateFile | None,
+    predictors: Mapping[str, PredictorProcess],
+    engines: Sequence[OpenAIEngine],
+) -> LearntParts:
+    """The learning parts, with what was kept before. A file that cannot be used is set aside, with a warning.
+
+    predictors : by model.
+    """
+    if kept is not None:
+        try:
+            state = kept.read()
+            if state is not None:
+                parts = _nothing_learnt(config, predictors, engines)
+                parts.restore(state)
+                return parts
+        except Exception as error:  # a file must never keep a server from starting
+            kept.set_aside(str(error))
+    return _nothing_learnt(config, predictors, engines)
+
+
+def _nothing_learnt(
+    config: Config, predictors: Mapping[str, PredictorProcess], engines: Sequence[OpenAIEngine]
+) -> LearntParts:
+    models = ["", *sorted(set(by_model("predictor", config.prediction.predictor)) - {""})]
+    secret, keys_max = secrets.token_bytes(SECRET_BYTES), config.prediction.memory_keys
+    return LearntParts(
+        config,
+        {model: OnlineLearner(keys_max=keys_max, learns_text=keys_max > 0, secret=secret) for model in models},
+        {model: predictors[model].mark.hex() if model in predictors else "" for model in models},
+        engines,
+    )

@@ -1,0 +1,170 @@
+"""Predicted lengths of answers, and what the predictor learns from the real lengths."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.engines.engine import ServedModel
+from llmserve.forecasts.record import LengthRecord
+from llmserve.forecasts.revisions import Forecast
+from llmserve.request import Call
+from predictor.prompt import Prompt
+
+PROMPT_TOKENS = 1.0
+"""What a request without an answer counts as in an order by lengths: an engine reads a prompt in a step."""
+Taught = Literal["nothing", "templates", "words"]
+"""What an answer teaches, to save time: nothing, its templates, or its templates and its words."""
+
+
+class LengthForecast(Protocol):
+    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle length is the median.
+
+    source : what knew the lengths, such as "learner"; "" when nothing is known.
+    """
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def lengths(self) -> tuple[float, ...]: ...
+
+    @property
+    def median(self) -> float | None: ...
+
+
+class LengthForecaster(Protocol):
+    """Predicts the lengths of answers in bounded time, and learns from their real lengths."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any | None:
+        """The forecast, if no trained predictor has to be asked; else None, and `forecast` asks."""
+        ...
+
+    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
+
+    def observe(self, forecast: Any, output_tokens: float, *, capped: bool, words: bool) -> None: ...
+
+
+@runtime_checkable
+class RevisingForecaster(LengthForecaster, Protocol):
+    """A forecaster that can forecast again, by what it has learnt since, without encoding the prompt again."""
+
+    def revise(self, forecast: Any, *, least: float | None, most: float | None) -> Any: ...
+
+
+class AnswerLengths:
+    """Asks the forecaster for each call, and hands the real lengths to the forecaster and the record.
+
+    forecaster  None: only clients predict lengths
+    record      None: lengths are not recorded
+
+    sources     number of requests by the source of their first forecast; "client": the client's own; "none": nothing
+    learnt      answers from which the forecaster has learnt
+    """
+
+    def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
+        self._forecaster = forecaster
+        self._reviser = forecaster if isinstance(forecaster, RevisingForecaster) else None
+        self._record = record
+        self.sources: Counter[str] = Counter()
+        self.learnt = 0
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Number of forecasts made without the predictor, by reason."""
+        return self._forecaster.fallbacks if self._forecaster is not None else {}
+
+    def predict_now(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
+        """(median, equally likely lengths) of the answer, output tokens, within the limits of client and model.
+
+        (None, ()) without a prediction. A client's own prediction is a median without lengths. None: the trained
+        predictor has to be asked, by `predict`.
+        """
+        call = in_flight.call
+        if not call.choices:
+            return PROMPT_TOKENS, ()
+        most = _most(call, model)
+        if call.predicted_tokens is not None:
+            self.sources["client"] += 1
+            return min(call.predicted_tokens, math.inf if most is None else most), ()
+        if self._forecaster is None:
+            self.sources["none"] += 1
+            return None, ()
+        forecast = self._forecaster.forecast_now(call.prompt, least=call.output_tokens_min, most=most)
+        return self._kept(in_flight, forecast) if forecast is not None else None
+
+    async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
+        """The forecast, as of `predict_now`, of the trained predictor."""
+        assert self._forecaster is not None, "predict_now has nothing to wait for"
+        call, most = in_flight.call, _most(in_flight.call, model)
+        forecast = await self._forecaster.forecast(call.prompt, least=call.output_tokens_min, most=most)
+        return self._kept(in_flight, forecast)
+
+    def _kept(self, in_flight: InFlightCall, forecast: LengthForecast) -> Forecast:
+        in_flight.forecast = forecast
+        self.sources[forecast.source or "none"] += 1
+        return _rounded(forecast)
+
+    async def expected(self, call: Call, model: ServedModel | None) -> float | None:
+        """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""
+        most = _most(call, model)
+        if not call.choices or self._forecaster is None:
+            return None if call.choices else 0.0
+        limits = {"least": call.output_tokens_min, "most": most}
+        forecast: LengthForecast | None = self._forecaster.forecast_now(call.prompt, **limits)
+        if forecast is None:
+            forecast = await self._forecaster.forecast(call.prompt, **limits)
+        assert forecast is not None, "a forecaster that is asked has a forecast"
+        lengths = forecast.lengths
+        return sum(lengths) / len(lengths) if lengths else forecast.median
+
+    def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
+        """As `predict`, by what was learnt since; None: the forecast stays, and a client's own always does."""
+        if self._reviser is None or in_flight.forecast is None:
+            return None
+        call = in_flight.call
+        least, most = call.output_tokens_min, _most(call, model)
+        in_flight.forecast = self._reviser.revise(in_flight.forecast, least=least, most=most)
+        return _rounded(in_flight.forecast)
+
+    def learn(self, in_flight: InFlightCall, output_tokens: float, taught: Taught) -> bool:
+        """Learn from the length of a completed answer, and record it. True when other forecasts may be revised now.
+
+        An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
+        """
+        call, most = in_flight.call, in_flight.call.output_tokens_max
+        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
+            return False
+        capped = in_flight.cut or (most is not None and output_tokens >= most)
+        learns = False
+        if self._forecaster is not None and in_flight.forecast is not None and taught != "nothing":
+            learns = True
+            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=taught == "words")
+            self.learnt += 1
+        if self._record is not None and call.choices == 1:
+            self._record.write(call, round(output_tokens), capped=capped)
+        return self._reviser is not None and learns
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
+
+
+def _most(call: Call, model: ServedModel | None) -> float | None:
+    """Tokens that the answer can have at most, by the client's limit and the model's context; None: unknown."""
+    most, context = call.output_tokens_max, model.context_tokens if model is not None else None
+    if context is None:
+        return most
+    room = max(1, context - max(0, call.context_min - 1))  # beside the prompt
+    return room if most is None else min(most, room)
+
+
+def _rounded(forecast: LengthForecast) -> Forecast:
+    # `round(length, 1)` takes five times as long.
+    return forecast.median, tuple([round(10.0 * length) / 10.0 for length in forecast.lengths])

@@ -1,0 +1,182 @@
+"""The bodies of /v1/responses and /v1/messages, which agent programs send: long conversations with many tools.
+
+Most of what they hold is for the engine. The texts of the turns are read as leniently as possible: what has another
+shape counts as no text, and the engine refuses it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta, Raw
+
+from llmserve.gateway.bodies import (
+    Asked,
+    Counted,
+    Levelled,
+    ResponseFormat,
+    count_tools,
+    limit_of,
+    stops_of,
+    value_or_none,
+)
+from llmserve.wire.json_text import Scalar
+
+Turns = list[tuple[str, str]]
+"""(role, text) of each turn."""
+
+
+class Block(Counted):
+    """A part of a content, of either endpoint. content : of the result of a tool"""
+
+    field = "the contents"
+    plural = "blocks"
+    type: str = ""
+    text: Raw = Raw()
+    thinking: Raw = Raw()
+    input: Raw = Raw()
+    content: Raw = Raw()
+
+
+_STRING = msgspec.json.Decoder(str)
+_CONTENT: msgspec.json.Decoder[str | Block | list[str | Block]] = msgspec.json.Decoder(str | Block | list[str | Block])
+
+
+def text_of(content: Raw) -> str:
+    """The text of a content: of a string, or of its blocks of text."""
+    texts = [block if isinstance(block, str) else value_or_none(_STRING, block.text) for block in blocks_of(content)]
+    return " ".join([text for text in texts if text is not None])
+
+
+def blocks_of(content: Raw) -> list[str | Block]:
+    """The blocks of a content; none of what has another form."""
+    value = value_or_none(_CONTENT, content)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+# ---- /v1/responses --------------------------------------------------------------------------------------------------
+
+
+class Item(Counted):
+    """An item of the input: a message, a call of a tool, or its output. input : of a tool that takes free text"""
+
+    field = "input"
+    plural = "items"
+    type: str = "message"
+    role: str | None = None
+    content: Raw = Raw()
+    arguments: Raw = Raw()
+    input: Raw = Raw()
+    output: Raw = Raw()
+
+    @property
+    def turn(self) -> tuple[str, str]:
+        if self.role:
+            return self.role, text_of(self.content)
+        if self.output:
+            return "tool", text_of(self.output)
+        asked = value_or_none(_STRING, self.arguments) or value_or_none(_STRING, self.input)
+        return "assistant", asked or text_of(self.content)
+
+
+_INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list[Item])
+
+
+class _TextSettings(msgspec.Struct):
+    format: ResponseFormat | None = None
+
+
+_TEXT_SETTINGS = msgspec.json.Decoder(_TextSettings)
+
+
+class ResponseBody(Levelled, kw_only=True):
+    prompt_field: ClassVar[str] = "input"
+    answers: ClassVar[int] = 1
+    truncates: ClassVar[bool] = False
+    output_tokens_certain: ClassVar[int] = 1
+    input: Raw = Raw()
+    instructions: Scalar = None
+    max_output_tokens: Scalar = None
+    previous_response_id: str | None = None
+    text: Raw = Raw()
+    tools: Raw = Raw()
+
+    def output_tokens_min(self, most: int | None) -> int | None:
+        return None
+
+    @property
+    def tools_count(self) -> int:
+        return count_tools(self.tools)
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return limit_of(self.max_output_tokens)
+
+    @property
+    def format(self) -> str:
+        """The type of the text's format; "" for plain text."""
+        settings = value_or_none(_TEXT_SETTINGS, self.text)
+        kind = settings.format.type if settings is not None and settings.format is not None else ""
+        return "" if kind == "text" else kind
+
+    @property
+    def turns(self) -> Turns:
+        given = value_or_none(_INPUT, self.input) or []
+        return [("user", given)] if isinstance(given, str) else [item.turn for item in given]
+
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+
+# ---- /v1/messages ---------------------------------------------------------------------------------------------------
+
+
+class AgentMessage(Counted):
+    plural = "messages"
+    role: str | None = None
+    content: Raw = Raw()
+
+    @property
+    def turns(self) -> Turns:
+        """The message as turns: the results of tools are apart from what the user says."""
+        own, results = [], []
+        for block in blocks_of(self.content):
+            if isinstance(block, str):
+                own.append(block)
+            elif block.type in ("tool_result", "mcp_tool_result"):
+                results.append(text_of(block.content))
+            else:
+                text = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)
+                own.append(text if text is not None else bytes(block.input).decode(errors="replace"))
+        turns = [("tool", " ".join(results))] if results else []
+        return [*turns, (self.role or "", " ".join(own))] if own else turns
+
+
+class MessagesBody(Asked, kw_only=True):
+    prompt_field: ClassVar[str] = "messages"
+    answers: ClassVar[int] = 1
+    truncates: ClassVar[bool] = False
+    output_tokens_certain: ClassVar[int] = 1
+    previous_response_id: ClassVar[str] = ""
+    tier: ClassVar[str] = ""  # Anthropic's tiers are not OpenAI's
+    level: ClassVar[int] = 0
+    messages: Annotated[list[AgentMessage], Meta(min_length=1)]
+    max_tokens: Scalar = None  # the engine says that it is required
+    system: Raw = Raw()
+    stop_sequences: Raw = Raw()
+    tools: Raw = Raw()
+
+    def output_tokens_min(self, most: int | None) -> int | None:
+        return None
+
+    @property
+    def tools_count(self) -> int:
+        return count_tools(self.tools)
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return limit_of(self.max_tokens)
+
+    def stops(self) -> tuple[str, ...]:
+        return stops_of("stop_sequences", self.stop_sequences)

@@ -1,0 +1,270 @@
+"""Parses a client's JSON into a Call. Checks only the fields that the front-end needs; the engine checks the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Raw
+
+from llmserve.errors import BadRequest
+from llmserve.gateway.bodies import OPTIONS, Body, BodyLimits, StreamOptions, read_body, unreadable, value_or_none
+from llmserve.gateway.endpoints import ENDPOINTS, AnswerBody, Answers, Endpoint, FormFile, PromptFields
+from llmserve.gateway.prompts import ReadPrompt
+from llmserve.request import Call, Written
+from llmserve.settings.deadlines import SLO_MS_MAX
+from llmserve.wire.form_data import read_form
+from llmserve.wire.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
+from llmserve.wire.json_text import truth_of, without_bom
+from llmserve.wire.raw_views import place_of
+from predictor.prompt import Prompt
+
+if TYPE_CHECKING:
+    from llmserve.settings.tree import ApiConfig
+
+FORWARDED_CHARS_MAX = 256
+OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
+SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
+USAGE_FIELD = b'"stream_options":{"include_usage":true},'
+THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
+
+# ---- the call ------------------------------------------------------------------------------------------------------
+
+
+class CallParser:
+    """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._gate = asyncio.Lock()
+
+    def is_large(self, data: bytes) -> bool:
+        return len(data) > THREAD_BYTES
+
+    def parse(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
+        """As parse_call."""
+        return parse_call(path, data, self._limits, headers)
+
+    async def parse_large(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
+        """As parse_call, in a thread."""
+        async with self._gate:
+            return await asyncio.to_thread(self.parse, path, data, headers)
+
+
+def limits_of(config: ApiConfig) -> BodyLimits:
+    return BodyLimits(**{name: getattr(config, name) for name in BodyLimits.__struct_fields__})
+
+
+def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = MappingProxyType({})) -> Call:
+    """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
+    endpoint = ENDPOINTS[path]
+    reads = endpoint.reads
+    if isinstance(reads, Answers):
+        return _answers_call(endpoint, reads, without_bom(data), limits, headers)
+    if isinstance(reads, FormFile):
+        read = _read_form(reads, data, headers)
+    else:
+        data = without_bom(data)
+        read = _read_fields(reads, data, limits)
+    _check_length(reads.field, read.prompt, limits)
+    return Call(
+        path=path,
+        body=data,
+        prompt=read.prompt.prompt,
+        stream=read.stream,
+        choices=0,
+        slo_s=_slo_s(headers),
+        opening=read.prompt.opening,
+        prompt_ids=read.prompt.ids,
+        headers=_forwarded(headers, endpoint.headers),
+        stream_name=_stream_name(headers.get(STREAM_HEADER)),
+        form=endpoint.form,
+        content_type=read.content_type,
+    )
+
+
+def _answers_call(
+    endpoint: Endpoint, reads: Answers, data: bytes, limits: BodyLimits, headers: Mapping[str, str]
+) -> Call:
+    body: AnswerBody
+    body, text = read_body(reads.decoder, data, limits)
+    output_tokens_max = body.output_tokens_max
+    read = reads.read(body, body.stops(), output_tokens_max)
+    _check_length(body.prompt_field, read, limits)
+    choices, ids, least = body.answers * read.prompts, read.ids, body.output_tokens_certain
+    if choices > limits.choices_max:
+        raise _too_many_choices(body, read, limits.choices_max)
+    if ids and body.truncates:
+        ids = 0
+    stream, written, sent = body.streams, None, data
+    if stream and isinstance(body, Body) and _lacks_usage(body):
+        sent, written = _with_usage(data, text, body.stream_options)
+    return Call(
+        path=endpoint.path,
+        body=sent,
+        prompt=read.prompt,
+        stream=stream,
+        written=written,
+        choices=choices,
+        output_tokens_max=output_tokens_max,
+        output_tokens_min=body.output_tokens_min(output_tokens_max),
+        slo_s=_slo_s(headers),
+        predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
+        opening=read.opening,
+        prompt_ids=read.ids,
+        tokens_min=ids + choices * least,
+        context_min=math.ceil(ids / read.prompts) + least,
+        headers=_forwarded(headers, endpoint.headers),
+        stream_name=_stream_name(headers.get(STREAM_HEADER)),
+        tier=body.tier,
+        priority=body.level,
+        receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
+        form=endpoint.form,
+        previous=body.previous_response_id or "",
+    )
+
+
+def _slo_s(headers: Mapping[str, str]) -> float | None:
+    return _positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3)
+
+
+# ---- prompts without an answer -------------------------------------------------------------------------------------
+
+
+class _Read(msgspec.Struct):
+    """content_type : of the body; "" for JSON"""
+
+    prompt: ReadPrompt
+    stream: bool = False
+    content_type: str = ""
+
+
+def _read_fields(reads: PromptFields, data: bytes, limits: BodyLimits) -> _Read:
+    """Read how long the prompt is: of text the characters of its JSON, else the number of its token ids."""
+    body, _ = read_body(reads.decoder, data, limits)
+    chars, ids, opening = 0, 0, ""
+    for field in reads.fields:
+        value = bytes(getattr(body, field))
+        if b'"' in value:
+            chars += len(value)
+            opening = opening or value[:SENDER_CHARACTERS].decode(errors="replace")
+        elif value:
+            ids += value.count(b",") + 1
+    return _Read(ReadPrompt(Prompt("", body.model or "", history_characters=chars), opening, chars, ids))
+
+
+def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Read:
+    content_type = headers.get("content-type", "")
+    form = read_form(data, content_type)
+    file = form.place(reads.field)
+    if file is None:
+        raise BadRequest(f"`{reads.field}` is required", param=reads.field, code="missing_required_parameter")
+    ids = -(-(file.stop - file.start) // reads.bytes_per_token)
+    prompt = ReadPrompt(Prompt("", form.text("model")), f"{file.stop - file.start}", 0, ids)
+    return _Read(prompt, form.text("stream").lower() in ("true", "1"), content_type)
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def _check_length(field: str, read: ReadPrompt, limits: BodyLimits) -> None:
+    most = limits.prompt_chars_max
+    if read.chars > most:
+        raise _too_long(field, read.chars, "characters", most)
+    if read.ids > most:  # a token has one character at least
+        raise _too_long(field, read.ids, "token ids", most)
+
+
+def _too_long(field: str, count: int, unit: str, most: int) -> BadRequest:
+    return BadRequest(
+        f"the prompt has {count:,} {unit}; at most {most:,} are allowed (--prompt-chars-max)",
+        param=field,
+        code="context_length_exceeded",
+    )
+
+
+def _too_many_choices(body: AnswerBody, read: ReadPrompt, most: int) -> BadRequest:
+    n = body.answers
+    return unreadable(
+        "n" if n > 1 else "prompt",
+        f"{n:,} answers to each of {read.prompts:,} prompts are more than {most:,} in all (--choices-max)",
+    )
+
+
+def _lacks_usage(body: Body) -> bool:
+    """Whether a stream would end without the counts of its tokens. False for options that the engine must reject.
+
+    Raises BadRequest.
+    """
+    raw = body.stream_options
+    if not raw:
+        return True
+    if len(memoryview(raw)) > OPTIONS_BYTES_MAX:
+        raise unreadable("stream_options", f"more than {OPTIONS_BYTES_MAX:,} bytes")
+    options: StreamOptions | None = value_or_none(OPTIONS, raw)
+    if options is None:
+        return bytes(raw) == b"null"
+    return options.include_usage is None or truth_of(options.include_usage) is False
+
+
+def _with_usage(data: bytes, text: bytes, options: Raw) -> tuple[bytes, Written]:
+    """Return the body with stream_options.include_usage = true, and where; all other bytes stay the same.
+
+    text : of which `options` is a view, of the same length as `data`.  options : empty if absent
+    vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
+    """
+    if not options:
+        start = data.index(b"{") + 1
+        return data[:start] + USAGE_FIELD + data[start:], Written(start, start + len(USAGE_FIELD), b"")
+    place = place_of(options, text)
+    changed = {**(json.loads(data[place]) or {}), "include_usage": True}
+    changed.pop("continuous_usage_stats", None)
+    new = json.dumps(changed).encode()
+    written = Written(place.start, place.start + len(new), data[place])
+    return data[: place.start] + new + data[place.stop :], written
+
+
+def _stream_name(text: str | None) -> str:
+    if text is None:
+        return ""
+    if len(text) > STREAM_CHARS_MAX or not text.isascii() or not text.isprintable():
+        raise BadRequest(
+            f"the header {STREAM_HEADER} must be printable ASCII, at most {STREAM_CHARS_MAX} characters",
+            param=STREAM_HEADER,
+            code="invalid_value",
+        )
+    return text
+
+
+def _flag(header: str, text: str | None) -> bool:
+    if text not in (None, "true", "false"):
+        raise BadRequest(f"the header {header} must be true or false", param=header, code="invalid_value")
+    return text == "true"
+
+
+def _forwarded(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the client's headers that are sent to the engine. Too long or unprintable headers are dropped."""
+    return tuple([(name, value) for name in names if (value := headers.get(name)) and _is_plain(value)])
+
+
+def _is_plain(value: str) -> bool:
+    return len(value) <= FORWARDED_CHARS_MAX and value.isascii() and value.isprintable()
+
+
+def _positive(header: str, text: str | None, most: float, scale: float = 1.0) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= most:
+        raise BadRequest(
+            f"the header {header} must be a positive number, at most {most:g}", param=header, code="invalid_value"
+        )
+    return value * scale

@@ -1,0 +1,152 @@
+"""What is read of a prompt, in each form in which clients send it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody, text_of
+from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, unreadable
+from llmserve.wire.json_text import structure
+from predictor.prompt import Prompt
+
+OPENING_CHARS = 8192
+
+
+class ReadPrompt(msgspec.Struct):
+    """What a Call has of the prompt.
+
+    prompt   input of the length predictor
+    opening  its first OPENING_CHARS, in the order of the engine's template, to compare prefixes
+    chars    characters of all its texts; ids : number of its token ids; prompts : each has its own answers
+    """
+
+    prompt: Prompt
+    opening: str
+    chars: int
+    ids: int = 0
+    prompts: int = 1
+
+
+def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    """The predictor gets the last user turn, the system prompt, and the length of all other turns in characters."""
+    roles = [message.role or "" for message in body.messages]
+    texts = [message.content if type(message.content) is str else message.text for message in body.messages]
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
+
+
+def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    """As of a chat. A prompt that goes on from an earlier response lacks what only the engine knows."""
+    turns = [("system", body.instructions)] if body.instructions and isinstance(body.instructions, str) else []
+    turns += body.turns
+    roles, texts = [role for role, _ in turns], [text for _, text in turns]
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
+
+
+def read_messages(body: MessagesBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    """As of a chat: the results of tools are turns of their own, for they are not what the user asks."""
+    turns = [("system", text)] if (text := text_of(body.system)) else []
+    for message in body.messages:
+        turns += message.turns
+    roles, texts = [role for role, _ in turns], [text for _, text in turns]
+    return _read_turns(body, roles, texts, stops, "", output_tokens_max)
+
+
+def _read_turns(
+    body: ChatBody | ResponseBody | MessagesBody,
+    roles: list[str],
+    texts: list[str],
+    stops: tuple[str, ...],
+    format: str,
+    output_tokens_max: int | None,
+) -> ReadPrompt:
+    """roles, texts : of each turn"""
+    tools, model = body.tools_count, body.model or ""
+    if not roles:
+        prompt = Prompt("", model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
+        return ReadPrompt(prompt, "", 0)
+    question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
+    text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
+    chars = sum(map(len, texts))
+    prompt = Prompt(
+        text,
+        model,
+        system,
+        chars - len(text) - len(system),
+        stops,
+        tools=tools,
+        format=format,
+        output_tokens_max=output_tokens_max,
+    )
+    lines = [bytes(memoryview(body.tools)[:OPENING_CHARS]).decode(errors="replace")] if tools else []
+    for role, content in zip(roles, texts, strict=True):
+        lines += (role, content)
+    return ReadPrompt(prompt, _first_characters(lines), chars)
+
+
+def _last(roles: list[str], role: str) -> int:
+    """The place of the last message of this role; -1 without one."""
+    return len(roles) - 1 - roles[::-1].index(role) if role in roles else -1
+
+
+def read_completion(body: CompletionBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    """What is neither texts nor token ids counts as one prompt with all its characters: the engine answers it."""
+    data = bytes(body.prompt)
+    text, opening, chars, ids, prompts = "", "", 0, 0, 1
+    if b'"' in data:
+        value = strings_of("prompt", body.prompt, "prompts", "choices_max")
+        if value is None:
+            _check_one("prompt", data)
+            chars = len(data)
+            opening = data[:OPENING_CHARS].decode(errors="replace")
+        else:
+            texts = [value] if isinstance(value, str) else value
+            text, opening, prompts = " ".join(texts), _first_characters(texts), max(1, len(texts))
+            chars = len(text)
+    elif data not in (b"", b"null"):
+        ids, prompts, opening = _token_ids(data)
+    prompt = Prompt(text, body.model or "", stop=stops, output_tokens_max=output_tokens_max)
+    return ReadPrompt(prompt, opening, chars, ids, prompts)
+
+
+def _check_one(name: str, prompt: bytes) -> None:
+    """Raise BadRequest unless it is one prompt: llmserve counts the answers to all prompts.
+
+    llama.cpp takes an object, and a list of token ids and texts, each as one prompt.
+    """
+    if structure(prompt) != b"[]" and not prompt.startswith(b"{"):
+        raise unreadable(name, EXPECTED)
+
+
+EXPECTED = "expected text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+def _token_ids(prompt: bytes) -> tuple[int, int, str]:
+    """(token ids, prompts, opening in decimal digits) of a list of numbers, or of a list of such lists.
+
+    The prompt is valid JSON without a string. So with the characters of numbers and commas removed, exactly its
+    brackets remain; between two inner lists stands a comma only. Raises BadRequest for anything else.
+    """
+    compact = prompt.translate(None, b" \t\r\n")
+    brackets = compact.translate(None, b"0123456789-+.eE,")
+    prompts = len(brackets) // 2 - 1
+    flat = brackets == b"[]"
+    nested = prompts > 0 and brackets == b"[" + prompts * b"[]" + b"]" and compact.count(b"],[") == prompts - 1
+    if not flat and not (nested and compact.startswith(b"[[") and compact.endswith(b"]]")):
+        raise unreadable("prompt", EXPECTED)
+    ids = compact.count(b",") + 1 - compact.count(b"[]")
+    opening = compact[: 2 * OPENING_CHARS].translate(None, b"[]").replace(b",", b"\n")[:OPENING_CHARS]
+    return ids, 1 if flat else prompts, opening.decode()
+
+
+def _first_characters(parts: Iterable[str]) -> str:
+    """Join the parts with newlines and return the first OPENING_CHARS. Reads no more parts than necessary."""
+    lines: list[str] = []
+    remaining = OPENING_CHARS
+    for part in parts:
+        if remaining <= 0:
+            break
+        lines.append(part[:remaining])
+        remaining -= len(part) + 1
+    return "\n".join(lines)

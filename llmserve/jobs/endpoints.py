@@ -1,0 +1,223 @@
+"""The endpoints of files and batches.
+
+POST, GET /v1/files   GET, DELETE /v1/files/{id}   GET /v1/files/{id}/content
+POST, GET /v1/batches   GET /v1/batches/{id}   POST /v1/batches/{id}/cancel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
+from llmserve.gateway.answers import error_response, json_response
+from llmserve.gateway.bodies import BodyLimits, read_body
+from llmserve.gateway.endpoints import BATCH_PATHS
+from llmserve.http.exchange import Exchange
+from llmserve.jobs.sums import JobSums
+from llmserve.tenants.authentication import Keys
+from llmserve.wire.json_text import without_bom
+
+if TYPE_CHECKING:
+    from llmserve.jobs.service import JobService
+    from llmserve.jobs.uploads import Upload
+
+log = logging.getLogger("llmserve")
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+LIST_MAX, FILES_LIST_MAX = 100, 10_000
+CHUNK_BYTES = 256 << 10
+IDEMPOTENCY_CHARS_MAX = 255
+
+
+class NoBatches:
+    """Answers when the server has no place for files and batches."""
+
+    def add_to(self, app: FastAPI) -> None:
+        for path in (FILES, BATCHES):
+            for tail in ("", "/{rest:path}"):
+                app.add_route(path + tail, self._answer, methods=["GET", "POST", "DELETE"])
+
+    def upload(self, exchange: Exchange) -> None:
+        """Refuse every upload before its body."""
+        raise _no_store()
+
+    async def _answer(self, request: Request) -> Response:
+        raise _no_store()
+
+
+def _no_store() -> NotFound:
+    return NotFound("this server keeps no files and batches: start it with --state DIR", code="no_store")
+
+
+class BatchEndpoints:
+    """Answers for the keys of clients; each key sees its own files and batches only. sums : of all keys' batches"""
+
+    def __init__(self, jobs: JobService, keys: Keys) -> None:
+        self.sums = JobSums(jobs)
+        self._jobs = jobs
+        self._keys = keys
+
+    def add_to(self, app: FastAPI) -> None:
+        from sqlalchemy.exc import SQLAlchemyError
+
+        app.add_exception_handler(SQLAlchemyError, _on_store_error)
+        app.add_route(FILES, self.add_file, methods=["POST"])
+        app.add_route(FILES, self.list_files, methods=["GET"])
+        app.add_route(FILES + "/{file_id}", self.file, methods=["GET"])
+        app.add_route(FILES + "/{file_id}", self.delete_file, methods=["DELETE"])
+        app.add_route(FILES + "/{file_id}/content", self.content, methods=["GET"])
+        app.add_route(BATCHES, self.create, methods=["POST"])
+        app.add_route(BATCHES, self.list_batches, methods=["GET"])
+        app.add_route(BATCHES + "/{batch_id}", self.batch, methods=["GET"])
+        app.add_route(BATCHES + "/{batch_id}/cancel", self.cancel, methods=["POST"])
+
+    def upload(self, exchange: Exchange) -> Upload:
+        """What takes the body of an upload whose head has arrived. Raises RequestError."""
+        from llmserve.jobs.uploads import Upload
+
+        key = self._keys.authenticate(exchange.headers.get("authorization"))
+        length = exchange.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > Upload.bytes_max:
+            raise BodyTooLarge(f"the body is larger than {Upload.bytes_max:,} bytes")
+        return Upload(exchange.headers.get("content-type", ""), partial(self._jobs.new_file, key), key)
+
+    def _key(self, request: Request) -> str:
+        return self._keys.authenticate(request.headers.get("authorization"))
+
+    # ---- files ----
+
+    async def add_file(self, request: Request) -> Response:
+        upload: Upload = request.scope["llmserve.upload"]
+        file = await upload.finish()
+        try:
+            row = await self._jobs.add_file(upload.key, upload.filename or "", file, _checked(upload.fields))
+        except RequestError:
+            file.discard()
+            raise
+        finally:
+            file.close()
+        return json_response(row.shown())
+
+    async def list_files(self, request: Request) -> Response:
+        key, query = self._key(request), request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest("`order`: must be asc or desc", param="order", code="invalid_value")
+        rows, more = await self._jobs.files.list_files(
+            key,
+            after=query.get("after"),
+            limit=_limit(query.get("limit"), FILES_LIST_MAX, FILES_LIST_MAX),
+            purpose=query.get("purpose"),
+            ascending=order == "asc",
+        )
+        return _page([row.shown() for row in rows], more)
+
+    async def file(self, request: Request) -> Response:
+        row = await self._jobs.files.file(self._key(request), request.path_params["file_id"])
+        return json_response(row.shown())
+
+    async def delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        await self._jobs.delete_file(self._key(request), file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        row, parts = await self._jobs.content(self._key(request), request.path_params["file_id"])
+        files = [(path.open("rb"), size) for path, size in parts]  # open, the bytes stay when the file is deleted
+        headers = {"content-length": str(row.bytes)}
+        return StreamingResponse(_chunks(files), headers=headers, media_type="application/octet-stream")
+
+    # ---- batches ----
+
+    async def create(self, request: Request) -> Response:
+        from llmserve.jobs.contract import NewBatch
+
+        key, body = self._key(request), await request.body()
+        new, _ = read_body(msgspec.json.Decoder(NewBatch), without_bom(body), BodyLimits())
+        if new.endpoint not in BATCH_PATHS:
+            raise BadRequest(
+                f"`endpoint`: must be one of {', '.join(BATCH_PATHS)}", param="endpoint", code="invalid_value"
+            )
+        idempotency_key = request.headers.get("idempotency-key")
+        if idempotency_key is not None and not 0 < len(idempotency_key) <= IDEMPOTENCY_CHARS_MAX:
+            raise BadRequest(f"Idempotency-Key: 1 to {IDEMPOTENCY_CHARS_MAX} characters", code="invalid_value")
+        row = await self._jobs.create(key, body, new, idempotency_key)
+        return json_response(self._jobs.shown(row))
+
+    async def batch(self, request: Request) -> Response:
+        row = await self._jobs.batches.batch(self._key(request), request.path_params["batch_id"])
+        return json_response(self._jobs.shown(row))
+
+    async def list_batches(self, request: Request) -> Response:
+        key, query = self._key(request), request.query_params
+        limit = _limit(query.get("limit"), 20, LIST_MAX)
+        rows, more = await self._jobs.batches.list_batches(key, after=query.get("after"), limit=limit)
+        return _page([self._jobs.shown(row) for row in rows], more)
+
+    async def cancel(self, request: Request) -> Response:
+        row = await self._jobs.cancel(self._key(request), request.path_params["batch_id"])
+        return json_response(self._jobs.shown(row))
+
+
+def _checked(fields: dict[str, str]) -> int | None:
+    """Seconds after which an uploaded file expires; None: the server's default. Raises BadRequest."""
+    from llmserve.jobs.contract import ExpiresAfter
+
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise BadRequest("`purpose` is required", param="purpose", code="missing_required_parameter")
+    if purpose != "batch":
+        raise BadRequest(f"`purpose`: must be batch, not {purpose!r}", param="purpose", code="invalid_value")
+    names = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}
+    given = {name: fields[field] for name, field in names.items() if field in fields}
+    if not given:
+        return None
+    try:
+        return msgspec.convert(given, ExpiresAfter, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"`expires_after`: {error}", param="expires_after", code="invalid_value") from None
+
+
+async def _on_store_error(request: Request, error: Exception) -> Response:
+    """Tell clients that the store cannot be used now."""
+    log.error("the store of batch jobs failed: %s", error)
+    return error_response(Unavailable("the store cannot be used now", code="store_unavailable", retry_after_s=5.0))
+
+
+def _limit(text: str | None, default: int, most: int) -> int:
+    if text is None:
+        return default
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
+        raise BadRequest(f"`limit`: must be 1 to {most:,}", param="limit", code="invalid_value")
+    return int(text)
+
+
+def _page(rows: list[dict[str, Any]], more: bool) -> Response:
+    ids = [row["id"] for row in rows]
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return json_response({"object": "list", "data": rows, "first_id": first, "last_id": last, "has_more": more})
+
+
+async def _chunks(files: Sequence[tuple[BinaryIO, int]]) -> AsyncIterator[bytes]:
+    """The bytes of all parts, read in a thread."""
+    try:
+        for file, size in files:
+            left = size
+            while left:
+                data = await asyncio.to_thread(file.read, min(left, CHUNK_BYTES))
+                if not data:
+                    raise OSError("a file of the store is shorter than its row says")
+                left -= len(data)
+                yield data
+    finally:
+        for file, _ in files:
+            file.close()

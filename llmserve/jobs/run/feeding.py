@@ -1,0 +1,413 @@
+"""Which lines of jobs enter the queue next, and when jobs will end. Reads no clock and does no I/O.
+
+The scheduler decides when a line starts (choice/background.py); it needs to see a few hundred lines only. So jobs
+of any size cost it the same, and a line that was not handed over yet needs nothing but its number.
+
+    lanes           the lines of one key and model. Each lane has a part of the queue, so that lines which cannot run
+                    now leave room for others; a lane whose lines are refused is parked, alone
+    order of jobs   within a lane, by the ends of their windows
+    order of lines  those with the same prefix together, for an engine computes it once; then by forecast lengths: mixed
+                    where slots refill, so that the need for memory is even, with the shortest last, for as long as the
+                    longest answer may take: forecasts err, and a long answer that begins late ends alone; the longest
+                    first where batches run to their end
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llmserve.scheduling.rates import LineRate
+
+LINES_MAX = 256  # of all lanes, in the queue or on engines, beside the engines' slots
+LANE_LINES_LEAST = 8  # of a lane, where there are many: LINES_MAX is no limit of these
+FACTOR_LINES = 16.0  # answers as many as which the first guess of their lengths counts
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
+LAST_SHARE_MOST = 0.5  # of a job's lines, the shortest, which run last
+PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # of a lane whose line was refused; half as long again each time
+PARKED_S_MAX = 60.0  # a parked lane is tried again after so long, whatever its refusal says
+
+
+class Shapes(NamedTuple):
+    """Lines as far as their places go: (n,) arrays.
+
+    numbers : integers, each once.  tokens : float, forecast lengths.  prefixes : uint64, hashes of how prompts begin
+    models : integers, the place of each line's model in its job's list
+    """
+
+    numbers: npt.NDArray[np.integer]
+    tokens: npt.NDArray[np.floating]
+    prefixes: npt.NDArray[np.uint64]
+    models: npt.NDArray[np.integer] | None = None
+
+
+class Arranged(NamedTuple):
+    """Lines in the order in which they enter the queue, their forecast lengths and models likewise. (n,) arrays."""
+
+    numbers: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.float32]
+    models: npt.NDArray[np.uint16]
+
+
+class Handed(NamedTuple):
+    """A line that enters the queue. after_tokens : forecast length of all lines of its job and model that follow"""
+
+    job: str
+    number: int
+    after_tokens: float
+
+
+class Forecast(NamedTuple):
+    """When a job ends by its forecast. in_time : whether that is within its window"""
+
+    ends_at_s: float
+    in_time: bool
+
+
+class Lane:
+    """The lines of one key and model.
+
+    in_queue  lines that were handed over.  trouble : why the last line was refused; None: it was not
+    until_s   when the next line is tried.  served_s : when it may be served, as far as the refusal says
+    closed    why no line may start, as somebody else knows
+    """
+
+    def __init__(self, key: str, model: str) -> None:
+        self.key, self.model = key, model
+        self.rows: list[_Row] = []  # by their jobs' turns
+        self.in_queue = 0
+        self.trouble: str | None = None
+        self.closed: str | None = None
+        self.until_s = self.served_s = -math.inf
+        self._pause_s = 0.0
+
+    def park(self, trouble: str, now_s: float, retry_after_s: float = 0.0) -> None:
+        """Let all lines wait, for one was refused. retry_after_s : as the refusal says; room may come earlier"""
+        self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S, 1.5 * self._pause_s))
+        self.trouble, self.served_s = trouble, now_s + retry_after_s
+        self.until_s = now_s + max(self._pause_s, min(PARKED_S_MAX, retry_after_s))
+
+    def clear(self) -> None:
+        """A line was served."""
+        self.trouble, self.until_s, self.served_s, self._pause_s = None, -math.inf, -math.inf, 0.0
+
+    def why_parked(self, now_s: float) -> str | None:
+        """Why no line starts now; None: one may."""
+        return self.closed or (self.trouble if now_s < self.until_s or (self.trouble and self.in_queue) else None)
+
+    @property
+    def waits(self) -> bool:
+        return any(row.waits for row in self.rows)
+
+
+class _Job:
+    """deadline_s : end of its window.  turn : within a lane, ascending.  factor : of real lengths over forecasts, as
+    the job's answers tell
+    """
+
+    def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged, factor: float) -> None:
+        self.id, self.deadline_s, self.turn = job_id, deadline_s, (deadline_s, number)
+        self.rows: list[_Row] = []
+        total = float(lines.tokens.sum(dtype=np.float64))
+        self._expected = FACTOR_LINES * total / len(lines.tokens)  # of answers that count as seen at the start
+        self._real = factor * self._expected
+
+    @property
+    def factor(self) -> float:
+        return self._real / self._expected if self._expected else 1.0
+
+    def observe(self, expected: float, tokens: float) -> None:
+        """Note the real length of an answer."""
+        self._expected, self._real = self._expected + expected, self._real + tokens
+
+
+class _Row:
+    """The lines of one job in one lane. tokens : of those that have not ended.  waiting_tokens : of those that wait"""
+
+    def __init__(self, job: _Job, lane: Lane, numbers: npt.NDArray[np.int32], tokens: npt.NDArray[np.float32]) -> None:
+        self.job, self.lane = job, lane
+        self._numbers, self._tokens, self._next = numbers, tokens, 0
+        self._again: list[tuple[int, float]] = []  # lines that came back; the last is the next
+        self.tokens = self.waiting_tokens = float(tokens.sum(dtype=np.float64))
+        self.in_queue = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has lines to hand over."""
+        return bool(self._again) or self._next < len(self._numbers)
+
+    def take(self) -> tuple[int, float]:
+        """The next line: its number, and its tokens."""
+        if self._again:
+            number, tokens = self._again.pop()
+        else:
+            number, tokens = int(self._numbers[self._next]), float(self._tokens[self._next])
+            self._next += 1
+        self.waiting_tokens -= tokens
+        self.in_queue += 1
+        self.lane.in_queue += 1
+        return number, tokens
+
+    def back(self, number: int, tokens: float) -> None:
+        self._again.append((number, tokens))
+        self.waiting_tokens += tokens
+        self.left_queue()
+
+    def left_queue(self) -> None:
+        self.in_queue -= 1
+        self.lane.in_queue -= 1
+
+
+def _no_slots(model: str) -> int:
+    return 0
+
+
+class Feeder:
+    """Keeps a few hundred lines in the queue.
+
+    slots  of the engines of a model: so many lines may run beside those that wait
+    """
+
+    def __init__(self, *, slots: Callable[[str], int] = _no_slots, lines_max: int = LINES_MAX) -> None:
+        self._slots, self._lines_max = slots, lines_max
+        self._jobs: dict[str, _Job] = {}
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._added = 0
+        self._in_queue: dict[tuple[str, int], tuple[float, _Row]] = {}  # lines handed over, with their tokens
+        self._rates: dict[str, LineRate] = {}  # by model
+
+    @property
+    def tokens_waiting(self) -> float:
+        """Forecast length of all lines that have not entered the queue."""
+        return sum([max(0.0, row.waiting_tokens) for job in self._jobs.values() for row in job.rows])
+
+    @property
+    def lanes(self) -> Iterable[Lane]:
+        return self._lanes.values()
+
+    # ---- jobs ----
+
+    def __contains__(self, job_id: str) -> bool:
+        """Whether a job has lines that have not ended."""
+        return job_id in self._jobs
+
+    def add(
+        self,
+        job_id: str,
+        deadline_s: float,
+        lines: Arranged,
+        *,
+        factor: float = 1.0,
+        key: str = "",
+        models: Sequence[str] = ("",),
+    ) -> None:
+        """Take a job with the lines that have no result yet.
+
+        deadline_s : end of its window.  factor : of likely real lengths over the forecasts.  models : see Shapes
+        """
+        if not len(lines.numbers):
+            return
+        self._added += 1
+        job = self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines, factor)
+        for place in np.unique(lines.models):
+            of_model = lines.models == place
+            lane = self._lanes.setdefault((key, models[place]), Lane(key, models[place]))
+            row = _Row(job, lane, lines.numbers[of_model], lines.tokens[of_model])
+            job.rows.append(row)
+            lane.rows.append(row)
+            lane.rows.sort(key=lambda row: row.job.turn)
+
+    def remove(self, job_id: str) -> list[int]:
+        """Forget a job. Returns its lines that are in the queue or run."""
+        numbers = [number for job, number in self._in_queue if job == job_id]
+        for number in numbers:
+            _, row = self._in_queue.pop((job_id, number))
+            row.left_queue()
+        job = self._jobs.pop(job_id, None)
+        for row in job.rows if job is not None else ():
+            self._leave(row)
+        return numbers
+
+    def _leave(self, row: _Row) -> None:
+        lane = row.lane
+        lane.rows.remove(row)
+        if not lane.rows:
+            del self._lanes[lane.key, lane.model]
+            if not any(model == lane.model for _, model in self._lanes):
+                self._end_rate(lane.model)
+
+    def _end_rate(self, model: str) -> None:
+        """Nobody has lines of the model any more. Models are clients' words: only those that have answered are kept."""
+        if (rate := self._rates.get(model)) is not None and rate.tokens_per_s is None:
+            del self._rates[model]
+
+    # ---- lines ----
+
+    def take(self, now_s: float) -> list[Handed]:
+        """The lines that enter the queue now, in order."""
+        handed: list[Handed] = []
+        lanes = sorted(self._lanes.values(), key=lambda lane: lane.rows[0].job.turn)
+        busy = [lane for lane in lanes if lane.why_parked(now_s) is None]
+        by_key, by_model = Counter([lane.key for lane in busy]), Counter([lane.model for lane in busy])
+        for lane in busy:
+            part = self._lines_max // (len(by_key) * by_key[lane.key])
+            slots = self._slots(lane.model)
+            most = max(part, min(LANE_LINES_LEAST, self._lines_max)) + -(-slots // by_model[lane.model])
+            if lane.trouble is not None:
+                most = 1  # whether the lane's lines run again
+            for row in lane.rows:
+                while lane.in_queue < most and row.waits:
+                    number, tokens = row.take()
+                    self._in_queue[row.job.id, number] = tokens, row
+                    handed.append(Handed(row.job.id, number, max(0.0, row.job.factor * row.waiting_tokens)))
+        for model in {lane.model for lane in lanes}:
+            is_busy = any(lane.in_queue for lane in lanes if lane.model == model)
+            self._rate(model).note(now_s, 0.0, busy=is_busy)
+        return handed
+
+    def _rate(self, model: str) -> LineRate:
+        return self._rates.setdefault(model, LineRate())
+
+    def look_at_s(self, now_s: float) -> float:
+        """When a parked lane is tried again; inf: none is."""
+        return min(
+            [lane.until_s for lane in self._lanes.values() if lane.until_s > now_s and lane.waits], default=math.inf
+        )
+
+    def lane_of(self, job_id: str, number: int) -> Lane | None:
+        """The lane of a line that was handed over."""
+        found = self._in_queue.get((job_id, number))
+        return found[1].lane if found is not None else None
+
+    def lanes_of(self, job_id: str) -> Iterator[Lane]:
+        """The lanes in which lines of the job wait, or were handed over."""
+        job = self._jobs.get(job_id)
+        return (row.lane for row in (job.rows if job is not None else ()) if row.waits or row.in_queue)
+
+    def back(self, job_id: str, number: int) -> None:
+        """Let a line wait again that was not served: it is the next of its job."""
+        found = self._in_queue.pop((job_id, number), None)
+        if found is not None:
+            tokens, row = found
+            row.back(number, tokens)
+
+    def ended(self, job_id: str, number: int, now_s: float, tokens: float) -> None:
+        """Note a line that has a result. tokens : of its answer; 0: it has none"""
+        found = self._in_queue.pop((job_id, number), None)
+        if found is None:
+            return
+        expected, row = found
+        row.left_queue()
+        row.tokens -= expected
+        if tokens:
+            row.job.observe(expected, tokens)
+            row.lane.clear()
+        self._rate(row.lane.model).note(now_s, tokens, busy=True)
+        if not (row.waits or row.in_queue):
+            row.job.rows.remove(row)
+            self._leave(row)
+            if not row.job.rows:
+                del self._jobs[job_id]
+
+    # ---- forecasts ----
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether a line has ended with an answer, so that the present rate is known."""
+        return any(rate.tokens_per_s is not None for rate in self._rates.values())
+
+    def forecast(self, job_id: str, wall_s: float, tokens_per_s_most: Callable[[str], float], now_s: float) -> Forecast:
+        """When a job ends: at the present rate of lines, after all that comes before it on its models. If that is late,
+        as fast as its share allows, for its lines then count as online requests. Parked lanes begin when they are tried
+        again; lanes that are closed end at inf, and other keys' parked lines come before nobody's.
+
+        wall_s : now, on the clock of the ends of windows.  now_s : on the clock of `take`
+        tokens_per_s_most : of a model; what its share would get if each share that waits now went on waiting
+        """
+        job = self._jobs[job_id]
+        ends = []
+        for row in job.rows:
+            lane = row.lane
+            before = [
+                other.job.factor * other.tokens
+                for one in self._lanes.values()
+                if one.model == lane.model and (one is lane or one.why_parked(now_s) is None)
+                for other in one.rows
+                if other.job.turn <= job.turn
+            ]
+            begins_s = wall_s + max(0.0, lane.served_s - now_s)
+            if lane.closed is not None:
+                begins_s = math.inf
+            ends.append(self._ends(lane.model, job.deadline_s, sum(before), begins_s, tokens_per_s_most(lane.model)))
+        return Forecast(max([end.ends_at_s for end in ends]), all(end.in_time for end in ends))
+
+    def forecast_new(
+        self, deadline_s: float, model: str, tokens: float, wall_s: float, tokens_per_s_most: float
+    ) -> Forecast:
+        """As `forecast`, of a job that is about to be added. tokens : of all its lines"""
+        tokens += sum(
+            [
+                row.job.factor * row.tokens
+                for lane in self._lanes.values()
+                if lane.model == model and lane.trouble is None and lane.closed is None
+                for row in lane.rows
+                if row.job.deadline_s <= deadline_s
+            ]
+        )
+        return self._ends(model, deadline_s, tokens, wall_s, tokens_per_s_most)
+
+    def _ends(
+        self, model: str, deadline_s: float, tokens: float, begins_s: float, tokens_per_s_most: float
+    ) -> Forecast:
+        """tokens : of a job and all before it"""
+        least_s = begins_s + (tokens / tokens_per_s_most if tokens_per_s_most > 0 else math.inf)
+        rate = self._rates[model].tokens_per_s if model in self._rates else None
+        likely_s = least_s if rate is None else begins_s + (tokens / rate if rate > 0 else math.inf)
+        if likely_s > deadline_s:
+            likely_s = max(deadline_s, least_s)
+        return Forecast(max(likely_s, least_s), least_s <= deadline_s)
+
+
+def arranged(lines: Shapes, *, barrier: bool, slots: int) -> Arranged:
+    """The lines in the order in which they enter the queue; see the module. Some ms for 50,000 lines.
+
+    slots : of the engines
+    """
+    _, group, counts = np.unique(lines.prefixes, return_inverse=True, return_counts=True)
+    shared = np.where(counts[group] > 1, lines.prefixes, 0)  # a prefix of one line alone saves nothing
+    order = np.lexsort((lines.numbers, -lines.tokens, shared))
+    if not barrier:
+        order = order[mixed(shared[order], _last_share(lines.tokens, slots))]
+    models = lines.models if lines.models is not None else np.zeros(len(order), np.uint16)
+    return Arranged(
+        lines.numbers[order].astype(np.int32), lines.tokens[order].astype(np.float32), models[order].astype(np.uint16)
+    )
+
+
+def _last_share(tokens: npt.NDArray[np.floating], slots: int) -> float:
+    """The share of the lines, the shortest, that take all slots for as long as the longest takes one."""
+    ascending = np.sort(tokens)
+    count = int(np.searchsorted(np.cumsum(ascending), slots * ascending[-1])) if len(tokens) else 0
+    return min(LAST_SHARE_MOST, count / max(1, len(tokens)))
+
+
+def mixed(prefixes: npt.NDArray[np.uint64], last_share: float) -> npt.NDArray[np.int64]:
+    """Places of lines so that each stretch of those of a prefix has all lengths, but for the shortest, which are last.
+
+    prefixes : (n,) ascending; of each prefix, the longest line is the first.  last_share : of the lines, which are last
+    Returns (n,) places
+    """
+    _, group, counts = np.unique(prefixes, return_inverse=True, return_counts=True)
+    places = np.arange(len(prefixes))
+    begins = np.cumsum(counts) - counts
+    within = places - begins[group]
+    spread = (within + 1) * GOLDEN % 1.0
+    is_last = within >= (counts - (last_share * counts).astype(int))[group]
+    order = np.empty_like(places)
+    order[np.lexsort((np.where(is_last, within, spread), is_last, group))] = places
+    return order

@@ -1,0 +1,230 @@
+"""Runs the lines of a file through a cluster in this process.
+
+A result is in its file before it counts, so a second run goes on where the first has ended, and runs nothing twice that
+has a result. The lines are those of one job without a window: with nobody beside them they take every slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO
+
+import msgspec
+import numpy as np
+
+from llmserve.calls.in_flight import Head, Receipt
+from llmserve.errors import ConfigError, RequestError
+from llmserve.gateway.aliases import of_only_model
+from llmserve.gateway.bodies import BodyLimits
+from llmserve.gateway.fitting import check_served
+from llmserve.gateway.parse import CallParser
+from llmserve.jobs.run.feeding import Feeder, Shapes, arranged
+from llmserve.jobs.run.file_rows import Numbered, results_of
+from llmserve.jobs.run.lines import answer_row, answer_tokens, line_of, refusal_row, row_id
+from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
+from llmserve.live.driver import LiveCluster
+from llmserve.request import Call
+from llmserve.wire.answer_forms import COMPLETION
+
+log = logging.getLogger("llmserve")
+
+JOB = "file"
+SAFE_S = 1.0  # results are forced to the disk so often
+MODELS_MAX = 256  # that are told apart
+UNKNOWN_TOKENS = 256.0  # forecast of an answer before the first one has ended
+
+
+class Results:
+    """The files of results. Rows are written at once, and forced to the disk by `force`."""
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        """Raises ConfigError when a file cannot be written."""
+        try:
+            self._files: list[IO[bytes]] = [open(path, "ab", buffering=0) for path in (output, errors)]  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+
+    def write(self, row: bytes, *, failed: bool) -> None:
+        """Raises OSError, such as for a full disk."""
+        file, rest = self._files[failed], memoryview(row)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+    def force(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.force()
+        for file in self._files:
+            file.close()
+
+
+class FileRun:
+    """One run of a file.
+
+    total, done, failed  lines; `done` includes earlier runs, and those that have failed
+    """
+
+    def __init__(self, path: Path, lines: Sequence[Numbered], output: Path, errors: Path) -> None:
+        """Raises ConfigError when the results are not of this file."""
+        numbers = {line.custom_id: number for number, line in enumerate(lines)}
+        completed, failed = results_of(output), results_of(errors)
+        strange = [custom_id for custom_id in (*completed, *failed) if custom_id not in numbers]
+        if strange:
+            raise ConfigError(f"{output} has results of another file: {strange[0]!r} is not in {path}")
+        self.total, self.done, self.failed = len(lines), len({*completed, *failed}), len(failed)
+        self._path, self._lines = path, lines
+        ended = {numbers[custom_id] for custom_id in (*completed, *failed)}
+        self._left = [number for number in range(len(lines)) if number not in ended]
+        self._results = Results(output, errors)
+        self._lost: Counter[int] = Counter()
+        self._changed = asyncio.Event()
+        self._trouble: OSError | None = None
+        self._slots = 0
+        self._parser = CallParser(BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30)))
+        self._feeder = Feeder(slots=lambda model: self._slots)
+
+    @property
+    def models(self) -> set[str]:
+        """That lines name which have no result yet; "": none is named."""
+        return {self._lines[number].model for number in self._left}
+
+    def waits_for(self, cluster: LiveCluster) -> str:
+        """What lines wait for that cannot run now, in words; "": nothing."""
+        if not any(cluster.engines_ready.values()):
+            return f"waiting for {', '.join(cluster.engines_ready)}"
+        now_s, waits = time.monotonic(), []
+        for lane in self._feeder.lanes:
+            if lane.model and not cluster.fleet.is_up(lane.model):
+                waits.append(f"no engine of {lane.model!r} is up")
+            elif (why := lane.why_parked(now_s)) is not None:
+                waits.append(f"{lane.model!r}: {why}")
+        return ", ".join(waits)
+
+    def seconds_left(self) -> float | None:
+        """None before the first answer."""
+        if self.done == self.total or not self._feeder.has_rate:
+            return None
+        now_s = time.monotonic()
+        return self._feeder.forecast(JOB, now_s, lambda model: float("inf"), now_s).ends_at_s - now_s
+
+    async def run(self, cluster: LiveCluster, *, slots: int, barrier: bool) -> None:
+        """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
+        self._slots = slots
+        tokens = [float(self._lines[number].tokens_max or UNKNOWN_TOKENS) for number in self._left]
+        models = ["", *sorted(self.models - {""})[:MODELS_MAX]]
+        places = {model: place for place, model in enumerate(models)}
+        of_models = np.array([places.get(self._lines[number].model, 0) for number in self._left], np.uint16)
+        prefixes = np.zeros(len(tokens), np.uint64)
+        shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), prefixes, of_models)
+        lines = arranged(shapes, barrier=barrier, slots=slots)
+        self._feeder.add(JOB, float("inf"), lines, models=models)
+        try:
+            with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
+                while self.done < self.total:
+                    self._submit(cluster, source)
+                    self._changed.clear()
+                    try:
+                        async with asyncio.timeout(SAFE_S):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        self._results.force()
+                    if self._trouble is not None:
+                        raise self._trouble
+        finally:
+            self._results.close()
+
+    def _submit(self, cluster: LiveCluster, source: IO[bytes]) -> None:
+        for handed in self._feeder.take(time.monotonic()):
+            line = self._lines[handed.number]
+            source.seek(line.offset)
+            client = _Line(self, handed.number)
+            try:
+                call = self._call(source.read(line.size), handed.after_tokens)
+                if not call.model:
+                    call = of_only_model(call, list(cluster.models))
+                check_served(call, cluster)
+                cluster.submit(call if call.form is COMPLETION else cluster.routes.routed(call), client)
+            except RequestError as error:
+                self.refused(handed.number, error)
+            except Exception as error:
+                log.error("line %r failed", line.custom_id, exc_info=error)
+                self.refused(handed.number, RequestError("llmserve failed on this request", code="internal_error"))
+
+    def _call(self, data: bytes, after_tokens: float) -> Call:
+        line = line_of(data)
+        call = self._parser.parse(line.url, bytes(line.body), MappingProxyType({}))
+        if call.stream:
+            raise RequestError("a line of a file cannot stream", code="stream_not_possible")
+        return msgspec.structs.replace(call, background=True, after_tokens=after_tokens)
+
+    # ---- results ----
+
+    def answered(self, number: int, head: Head) -> None:
+        if head.status in BUSY:
+            self._again(number, "engine_busy", 0.0)
+            return
+        if head.status < 400 and (lane := self._feeder.lane_of(JOB, number)) is not None:
+            lane.clear()
+        body = head.body or b""
+        name = f"llmserve-{head.receipt.request_id}"
+        row = answer_row(row_id(JOB, number), self._lines[number].custom_id, head.status, name, body)
+        self._write(number, row, failed=head.status >= 400, tokens=answer_tokens(body))
+
+    def refused(self, number: int, error: RequestError) -> None:
+        if not is_final(error, self._lost, number):
+            self._again(number, reason_of(error), error.retry_after_s or 0.0)
+            return
+        self._write(number, refusal_row(row_id(JOB, number), self._lines[number].custom_id, "", error), failed=True)
+
+    def _again(self, number: int, reason: str, retry_after_s: float) -> None:
+        """Let a line wait for another try, and the others of its model with it."""
+        lane = self._feeder.lane_of(JOB, number)
+        self._feeder.back(JOB, number)
+        if lane is not None:
+            lane.park(reason, time.monotonic(), retry_after_s)
+
+    def _write(self, number: int, row: bytes, *, failed: bool, tokens: float = 0.0) -> None:
+        try:
+            self._results.write(row, failed=failed)
+        except OSError as error:
+            self._trouble = error
+        else:
+            self.done += 1
+            self.failed += failed
+            self._feeder.ended(JOB, number, time.monotonic(), tokens)
+        self._changed.set()
+
+
+class _Line:
+    """The client of a line: it takes everything at once."""
+
+    __slots__ = ("_number", "_run")
+
+    paused = listens = False
+
+    def __init__(self, run: FileRun, number: int) -> None:
+        self._run, self._number = run, number
+
+    async def writable(self) -> None:
+        """Always."""
+
+    def begin(self, head: Head) -> None:
+        self._run.answered(self._number, head)
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("a line is no stream")
+
+    def end(self) -> None:
+        raise AssertionError("a line is no stream")
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        self._run.refused(self._number, error)

@@ -1,0 +1,167 @@
+"""Which engines can serve a call: those that have its endpoint, or the one that knows what the call goes on from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.engines.engine import EngineError, Passed
+from llmserve.errors import EngineFailed, NotFound, RequestError, Unavailable
+from llmserve.forecasts.saving import Saving
+from llmserve.live.fleet import EngineHandle, Fleet
+from llmserve.live.lanes import Lane
+from llmserve.request import Call
+from llmserve.wire.answer_forms import COMPLETION
+
+RESPONSES = "/v1/responses"
+RESPONSES_MAX = 50_000  # whose engine is remembered
+ROWS_AT_ONCE = 1000  # of a state, in a slice
+LANES_UNLISTED_MAX = 256  # so many lanes, and models that no engine lists yet get no more
+
+
+class Origin(NamedTuple):
+    """Who knows a response. engine : name.  key : name of the key that asked for it"""
+
+    engine: str
+    key: str
+
+
+class Routes:
+    """paths : of the endpoints that this server passes to engines
+
+    has_keys : whether clients have keys. Then a response is its key's alone, and nobody's while it is not known whose
+    engines_are_groups : the engines know whose their responses are, and are told who asks for an answer
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.paths: tuple[str, ...] = ()
+        self.has_keys: Callable[[], bool] = lambda: False
+        self.engines_are_groups = False
+        self._fleet = fleet
+        self._origins: OrderedDict[str, Origin] = OrderedDict()  # by id of the response, the oldest first
+
+    def routed(self, call: Call) -> Call:
+        """The call with the lane in which it waits. Raises NotFound when no engine of its model has the endpoint."""
+        serving = self._fleet.serving(call.model)
+        able = [handle for handle in serving if call.path in handle.endpoints]
+        if serving and not able:
+            raise self.missing(call)
+        origin = self._origins.get(call.previous) if call.previous else None
+        if call.previous and origin is None and self.has_keys() and not self.engines_are_groups:
+            raise _unknown(call.previous)
+        if origin is not None:
+            lane = Lane(call.model, engine=self._handle_of(origin, call.previous, call.prompt.sender, call.model).name)
+            if len(able) == 1:
+                return call
+        elif call.choices and len(able) == len(serving):
+            return call
+        else:
+            lane = Lane(call.model, call.path)
+        if not serving and self._fleet.lanes >= LANES_UNLISTED_MAX:  # clients invent names
+            raise Unavailable("no engine has told its models yet", code="no_engine", retry_after_s=1.0)
+        self._fleet.open_lane(lane)
+        return replace(call, lane=lane.name)
+
+    def no_endpoint(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None:
+        """What the client is told when an engine has answered 404 or 405; None: the engine's own words.
+
+        An engine that lists no endpoints speaks of the path unless it names the model or the earlier response.
+        """
+        if call.path in handle.endpoints:
+            names = [name.encode() for name in (call.model, call.previous) if name]
+            if handle.endpoints.told is not None or call.form in (None, COMPLETION) or any(n in body for n in names):
+                return None
+            self._fleet.lacks(handle, call.path)
+        if any(call.path in other.endpoints for other in self._fleet.serving(call.model)):
+            message = f"engine {handle.name} has no {call.path}; another engine may have it: ask again"
+            return Unavailable(message, code="endpoint_not_found", retry_after_s=1.0)
+        return self.missing(call)
+
+    def missing(self, call: Call) -> NotFound:
+        """The error when no engine of a call's model has its endpoint."""
+        there = self.having(self._fleet.serving(call.model))
+        return NotFound(
+            f"no engine of the model {call.model!r} has {call.path}; there are {', '.join(there) or 'no endpoints'}",
+            code="endpoint_not_found",
+        )
+
+    def having(self, handles: Iterable[EngineHandle]) -> list[str]:
+        """The endpoints that one of these engines has, or may have."""
+        each = [handle.endpoints for handle in handles]
+        return [path for path in self.paths if any(path in endpoints for endpoints in each)]
+
+    # ---- responses that engines keep ----
+
+    def note(self, in_flight: InFlightCall, response_id: str) -> None:
+        """Remember which engine knows a response: the one that is answering, as this server names it."""
+        assert in_flight.forwarding is not None, "an answer comes from an engine"
+        self._origins[response_id] = Origin(in_flight.forwarding.handle.name, in_flight.call.prompt.sender)
+        if len(self._origins) > RESPONSES_MAX:
+            self._origins.popitem(last=False)
+
+    def saving(self) -> Saving:
+        """Make the state in slices: whose each response is, the oldest first."""
+        rows = []
+        for number, (response_id, origin) in enumerate(list(self._origins.items())):
+            rows.append([response_id, *origin])
+            if number % ROWS_AT_ONCE == 0:
+                yield
+        return {"responses": rows}
+
+    def restore(self, origins: Mapping[str, Origin]) -> None:
+        """Continue with what was known before. origins : by id of the response, the oldest first"""
+        self._origins.update(origins)
+
+    async def pass_on(
+        self, response_id: str, key: str | None, method: str, path: str, body: bytes | None
+    ) -> tuple[str, Passed]:
+        """Ask the engine that gave a response; if that is not remembered each engine, until one knows the response.
+
+        key : name of the key that asks; None: of a door, which knows whose the response is.
+        Returns the engine's name and its answer. Raises RequestError.
+        """
+        told: tuple[str, Passed] | None = None
+        for handle in self._knowing(response_id, key):
+            try:
+                told = handle.name, await handle.engine.pass_on(method, path, body)
+            except EngineError as error:
+                raise EngineFailed(str(error)) from error
+            if told[1].status != 404:
+                break
+        if told is None:
+            raise _unknown(response_id)
+        return told
+
+    def _knowing(self, response_id: str, key: str | None) -> list[EngineHandle]:
+        origin = self._origins.get(response_id)
+        if origin is not None:
+            return [self._handle_of(origin, response_id, key)]
+        if key is not None and self.has_keys():
+            raise _unknown(response_id)
+        return [handle for handle in self._fleet.handles.values() if handle.up and RESPONSES in handle.endpoints]
+
+    def _handle_of(self, origin: Origin, response_id: str, key: str | None, model: str = "") -> EngineHandle:
+        handle = self._fleet.handles.get(origin.engine)
+        if handle is None or key not in (None, origin.key) or (model and model not in handle.models):
+            raise _unknown(response_id)
+        return handle
+
+
+def origins_of(state: Mapping[str, Any]) -> dict[str, Origin]:
+    """By id of the response, of a state that `saving` has made. Raises ValueError for a state of something else."""
+    rows = state.get("responses")
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise ValueError("the state has no list of responses with their engines and keys")
+    return {response_id: Origin(engine, key) for response_id, engine, key in rows[-RESPONSES_MAX:]}
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == len(Origin._fields) + 1 and all(isinstance(part, str) for part in row)
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(f"there is no response {response_id!r}", code="response_not_found")

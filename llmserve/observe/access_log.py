@@ -1,0 +1,57 @@
+"""One line of the log for each request of a client, when its answer is written or its client has gone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.http.exchange import Exchange
+from llmserve.runtime.logs import fields_of
+
+log = logging.getLogger("llmserve.access")
+
+
+def enable() -> None:
+    """Write the lines whatever --log-level says."""
+    log.setLevel(logging.INFO)
+
+
+def write(exchange: Exchange) -> None:
+    """Write the line of a request that has ended. A client that left before the head of its answer has no status."""
+    call = exchange.in_flight
+    fields: dict[str, Any] = {"method": exchange.method, "path": exchange.path}
+    if exchange.status:
+        fields["status"] = exchange.status
+    fields["ms"] = _ms(exchange.seconds)
+    if call is not None:
+        fields |= fields_of(call) | _served(call)
+    elif exchange.key:
+        fields["key"] = exchange.key
+    if call is not None and call.error:
+        fields["error"] = call.error
+    elif exchange.error is not None:
+        fields["error"] = exchange.error.code or exchange.error.type
+    fields["bytes"] = exchange.written
+    log.info("access", extra={"fields": fields})
+
+
+def _served(call: InFlightCall) -> dict[str, Any]:
+    """How an engine has served the call, as far as it has. Tokens are those of the engine's count."""
+    fields: dict[str, Any] = {}
+    if call.receipt is not None:
+        fields["queue_ms"] = round(call.receipt.queue_ms, 1)
+    if call.first_at_s is not None:
+        fields["first_token_ms"] = _ms(call.first_at_s - call.arrived_at_s)
+    if call.counts is not None and call.counts.prompt_tokens is not None:
+        fields["prompt_tokens"] = call.counts.prompt_tokens
+    tokens = call.counts.completion_tokens if call.counts is not None else call.streamed_tokens
+    if tokens is not None and call.answered:
+        fields["output_tokens"] = tokens
+    if call.gone:
+        fields["gone"] = "client"
+    return fields
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)

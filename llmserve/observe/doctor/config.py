@@ -1,0 +1,203 @@
+"""What is wrong or slow in a configuration, and in the engines by URL that it names. Nothing is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from llmserve.engines.engine import EngineError, Health
+from llmserve.engines.kinds import SLOTS_FIRST, Servers
+from llmserve.engines.openai import OpenAIEngine
+from llmserve.errors import ConfigError
+from llmserve.http.server import check_host
+from llmserve.observe.doctor.finding import Finding
+from llmserve.server.start import checked
+from llmserve.settings.by_model import PREFIX, by_model
+from llmserve.settings.tree import Config
+from llmserve.spelling import nearest
+from llmserve.tenants.keys import admin_keys_of, keys_of
+
+CHARS_PER_TOKEN = 4.0  # of English prompts, about
+BY_LENGTH = ("shortest", "boost")
+BY_DEADLINE = ("edf", "flex", "clockwork")
+Probed = dict[str, Health | EngineError]
+"""The health of each engine by URL, or why it has none."""
+
+
+def findings(config: Config) -> list[Finding]:
+    """All findings. Asks the engines by URL how they are."""
+    try:
+        check_settings(config)
+        config = checked(config)
+    except ConfigError as error:
+        return [Finding("wrong", "settings", f"The server does not start: {error}.", "Change the setting it names.")]
+    engines, probed = asyncio.run(_probed(config))
+    slots = sum([_slots_of(engine, probed) for engine in engines])
+    return [
+        *engine_findings(config, probed),
+        *model_findings(config, probed),
+        *order_findings(config),
+        *limit_findings(config, slots, probed),
+        *operator_findings(config),
+    ]
+
+
+def check_settings(config: Config) -> None:
+    """Raise ConfigError for what only the start of a server reads: files of keys, and the address."""
+    key_file = keys_of(config)
+    admin_keys_of(config)
+    check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
+
+
+# ---- engines ----
+
+
+async def _probed(config: Config) -> tuple[list[OpenAIEngine], Probed]:
+    engines = Servers(config).connect() if Servers.is_requested(config.engines) else []
+
+    async def probe(engine: OpenAIEngine) -> Health | EngineError:
+        try:
+            return await engine.probe()
+        except EngineError as error:
+            return error
+        finally:
+            await engine.close()
+
+    health = await asyncio.gather(*(probe(engine) for engine in engines))
+    return engines, {engine.info.name: each for engine, each in zip(engines, health, strict=True)}
+
+
+def _slots_of(engine: OpenAIEngine, probed: Probed) -> int:
+    health = probed[engine.info.name]
+    return (health.slots if isinstance(health, Health) else None) or engine.info.slots
+
+
+def engine_findings(config: Config, probed: Probed) -> Iterator[Finding]:
+    guessed = config.engines.slots is None and not config.engines.barrier
+    for name, health in probed.items():
+        if isinstance(health, EngineError):
+            remedy = "Start it, or correct its URL."
+            if health.code == "engine_auth":
+                remedy = "Give the engine's key: --engine-api-key, or LLMSERVE_ENGINE_API_KEY."
+            yield Finding("wrong", "engine_down", f"{_capital(str(health))}.", remedy)
+        elif not health.models:
+            yield Finding("wrong", "no_model", f"Engine {name} lists no model.", "Start it with a model.")
+        elif guessed and not health.load_known:
+            yield Finding(
+                "slow",
+                "slots_guessed",
+                f"Engine {name} has no metrics that llmserve can read: its slots are guessed to be {SLOTS_FIRST}.",
+                "Give --slots: the number of requests that the engine runs at once (vLLM: --max-num-seqs).",
+            )
+
+
+def model_findings(config: Config, probed: Probed) -> Iterator[Finding]:
+    """Settings for models that no engine serves. Models of engines that do not answer are not known."""
+    if not probed or not all(isinstance(health, Health) for health in probed.values()):
+        return
+    served = {model.id for health in probed.values() if isinstance(health, Health) for model in health.models}
+    slos = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
+    for setting, texts in (
+        ("profile", config.dispatch.profile),
+        ("predictor", config.prediction.predictor),
+        ("slo_ms", slos),
+    ):
+        for model in sorted(set(by_model(setting, texts)) - {""} - served):
+            what = f"No engine serves the model {model} of --{setting.replace('_', '-')}{nearest(model, served)}."
+            yield Finding("wrong", "unserved_model", what, "Correct the name of the model, or remove the setting.")
+
+
+# ---- forecasts, order and limits ----
+
+
+def order_findings(config: Config) -> Iterator[Finding]:
+    scheduling, prediction = config.scheduling, config.prediction
+    predicted = prediction.memory_keys > 0 or set(by_model("predictor", prediction.predictor).values()) - {"none"}
+    if scheduling.order in BY_LENGTH and not predicted:
+        yield Finding(
+            "slow",
+            "order_cannot_help",
+            f"The order {scheduling.order} goes by lengths, but nothing predicts them.",
+            "Leave --memory-keys at its default, or give --predictor.",
+        )
+    if scheduling.order in BY_DEADLINE and not config.limits.slo_ms:
+        yield Finding(
+            "note",
+            "no_deadlines",
+            f"The order {scheduling.order} goes by deadlines, but only requests with the header x-llmserve-slo-ms "
+            "have one.",
+            "Give --slo-ms, unless all clients send the header.",
+        )
+    if scheduling.goes_by_times and not config.dispatch.profile:
+        yield Finding(
+            "slow",
+            "no_profile",
+            f"The order {scheduling.order} needs to know how long batches take.",
+            "Measure the engine with `llmserve profile`, and give the file with --profile.",
+        )
+    for profile in config.dispatch.profiles().values():
+        if profile.misfit:
+            yield Finding(
+                "slow", "profile_misfit", f"Profile {profile.name}: {profile.misfit}.", "Measure the engine again."
+            )
+
+
+def limit_findings(config: Config, slots: int, probed: Probed) -> Iterator[Finding]:
+    limits, scheduling = config.limits, config.scheduling
+    if slots and 0 < limits.concurrent_max < slots:
+        yield Finding(
+            "note",
+            "limit_below_slots",
+            f"--concurrent-max {limits.concurrent_max} is less than the {slots} slots: one key alone cannot fill them.",
+            "Raise it, if a single key should be able to use all engines.",
+        )
+    if slots and scheduling.queue_requests_max < slots:
+        yield Finding(
+            "slow",
+            "queue_small",
+            f"--queue-requests-max {scheduling.queue_requests_max} is less than the {slots} slots: a burst that the "
+            "engines could run is refused.",
+            "Raise it to several times the slots.",
+        )
+    contexts = [
+        model.context_tokens or 0 for health in probed.values() if isinstance(health, Health) for model in health.models
+    ]
+    longest = max(contexts, default=0) * CHARS_PER_TOKEN
+    for name, most in (("body-bytes-max", limits.body_bytes_max), ("prompt-chars-max", limits.prompt_chars_max)):
+        if longest > most:
+            yield Finding(
+                "note",
+                "limit_below_context",
+                f"--{name} {most:,} is less than the context of {max(contexts):,} tokens, about {longest:,.0f} "
+                "characters.",
+                f"Raise --{name}, if clients send such prompts.",
+            )
+    if config.live.keep_alive_s == 0 and scheduling.engine_wait_s > 0:
+        yield Finding(
+            "note",
+            "no_keep_alive",
+            "Streams that wait are silent (--keep-alive-s 0): proxies may cut them, most after 60 s.",
+            "Leave --keep-alive-s at its default.",
+        )
+
+
+def operator_findings(config: Config) -> Iterator[Finding]:
+    server = config.server
+    if server.api_key_file and server.metrics_port is None:
+        yield Finding(
+            "note",
+            "metrics_need_a_key",
+            "With --api-key-file, /metrics needs a key.",
+            "Give --metrics-port for Prometheus, or a key in its configuration.",
+        )
+    if server.state is None and config.prediction.memory_keys > 0:
+        yield Finding(
+            "note",
+            "nothing_kept",
+            "What is learnt of lengths is lost at a restart.",
+            "Give --state DIR.",
+        )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,204 @@
+"""Spans of requests, sent by OTLP: at the door, in the queue, on an engine. Imported only with --traces-sample.
+
+    POST /v1/chat/completions        from the first byte of the request to the last of the answer
+        queue                        from arrival to the start on an engine; again before each further start
+        engine 10.0.0.1:8000         from the start to the end there; the engine's own spans are below this one
+
+A request without `traceparent` is traced by chance, before any span is made. With one, its sampled flag decides. The
+names of attributes are those of OpenTelemetry's conventions for generative AI; those of llmserve's own begin with its
+name. No prompt and no answer is in a span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from llmserve import __version__
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.request import Call
+from llmserve.scheduling.messages import RequestEnded
+
+if TYPE_CHECKING:
+    from llmserve.http.exchange import Exchange
+
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?")
+OPERATIONS = {"chat/completions": "chat", "completions": "text_completion"}
+PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def otlp() -> SpanProcessor:
+    """Sends spans in batches, from a thread, to OTEL_EXPORTER_OTLP_ENDPOINT."""
+    return BatchSpanProcessor(OTLPSpanExporter())
+
+
+class Traces:
+    """Decides which requests are traced, and ends their traces.
+
+    sample   share of the requests without a traceparent, 0 to 1
+    order    the order in force, in words
+    now_s    the cluster's clock
+    processor  takes the spans
+    """
+
+    def __init__(
+        self, sample: float, order: Callable[[], str], now_s: Callable[[], float], processor: SpanProcessor
+    ) -> None:
+        resource = Resource.create({"service.version": __version__})
+        if resource.attributes.get("service.name", "").startswith("unknown_service"):  # type: ignore[union-attr]
+            resource = resource.merge(Resource({"service.name": "llmserve"}))  # OTEL_SERVICE_NAME names another
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(processor)
+        self.tracer = self._provider.get_tracer("llmserve", __version__)
+        self.order = order
+        self.now_s = now_s
+        self._sample = sample
+
+    def begin(self, call: Call, exchange: Exchange) -> RequestTrace | None:
+        """The trace of a request; None: it has none."""
+        parent = exchange.headers.get("traceparent")
+        known = TRACEPARENT.fullmatch(parent) if parent is not None else None
+        if known is not None:
+            return RequestTrace(self, call, exchange) if int(known[1], 16) & 1 else None
+        return RequestTrace(self, call, exchange) if random.random() < self._sample else None
+
+    def ended(self, exchange: Exchange) -> None:
+        """End the trace of a request that has ended, if it has one. The server calls it for each."""
+        call = exchange.in_flight
+        if call is not None and isinstance(call.trace, RequestTrace):
+            call.trace.end(call, exchange)
+
+    async def close(self) -> None:
+        """Send the last spans."""
+        await asyncio.to_thread(self._provider.shutdown)
+
+
+class RequestTrace:
+    """The spans of one request; see in_flight.Trace."""
+
+    def __init__(self, traces: Traces, call: Call, exchange: Exchange) -> None:
+        now_ns = time.time_ns()
+        self._traces = traces
+        self._zero_ns = now_ns - int(1e9 * traces.now_s())  # wall time of the cluster's zero
+        self._waits_since_ns = now_ns
+        self._engine: Span | None = None
+        self._door = self._tracer.start_span(
+            f"POST {exchange.path}",
+            context=PROPAGATOR.extract(exchange.headers),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": "POST", "url.path": exchange.path, **_requested(call, "llmserve")},
+            start_time=now_ns - int(1e9 * exchange.age_s),
+        )
+
+    @property
+    def _tracer(self) -> Tracer:
+        return self._traces.tracer
+
+    def started(self, in_flight: InFlightCall, now_s: float) -> None:
+        """End the wait in the queue; begin the span of the engine, and give the engine its name."""
+        now_ns, receipt, call = self._ns(now_s), in_flight.receipt, in_flight.call
+        assert receipt is not None, "a call that starts has a receipt"
+        self._queue(in_flight, now_ns, {"llmserve.bin": receipt.bin, "llmserve.batch": receipt.batch})
+        self._engine = self._tracer.start_span(
+            f"engine {receipt.engine}",
+            context=set_span_in_context(self._door),
+            kind=SpanKind.CLIENT,
+            attributes={
+                **_requested(call, "openai"),
+                "server.address": receipt.engine,
+                "llmserve.attempt": in_flight.attempts,
+            },
+            start_time=now_ns,
+        )
+        own = self._engine.get_span_context()
+        parent = ("traceparent", f"00-{own.trace_id:032x}-{own.span_id:016x}-01")
+        others = tuple([header for header in call.headers if header[0] != "traceparent"])
+        in_flight.call = msgspec.structs.replace(call, headers=(*others, parent))
+
+    def left(self, in_flight: InFlightCall, now_s: float, ended: RequestEnded | None) -> None:
+        """End the span of the engine. ended : None: the engine was lost"""
+        span, self._engine = self._engine, None
+        if span is None:
+            return
+        outcome = "lost" if ended is None else "fault" if ended.fault else ended.outcome
+        span.set_attribute("llmserve.outcome", outcome)
+        if outcome in ("lost", "fault", "failed"):
+            span.set_attribute("error.type", outcome)
+            span.set_status(Status(StatusCode.ERROR))
+        if in_flight.first_at_s is not None:
+            span.add_event("first token", timestamp=self._ns(in_flight.first_at_s))
+        _count_tokens(span, in_flight)
+        self._waits_since_ns = self._ns(now_s)
+        span.end(self._waits_since_ns)
+
+    def end(self, in_flight: InFlightCall, exchange: Exchange) -> None:
+        """End all spans: the client has its answer, or has gone."""
+        now_s, door = self._traces.now_s(), self._door
+        if self._engine is not None:
+            self.left(in_flight, now_s, None)
+        elif in_flight.attempts == 0:
+            self._queue(in_flight, self._ns(now_s), {})
+        if exchange.status:
+            door.set_attribute("http.response.status_code", exchange.status)
+        door.set_attribute("llmserve.request_id", in_flight.name)
+        if in_flight.call.prompt.sender:
+            door.set_attribute("llmserve.key", in_flight.call.prompt.sender)
+        _count_tokens(door, in_flight)
+        if error := in_flight.error or ("client_gone" if in_flight.gone else ""):
+            door.set_attribute("error.type", error)
+            if exchange.status >= 500 or exchange.status < 400:
+                door.set_status(Status(StatusCode.ERROR))
+        door.end(self._ns(now_s))
+
+    def _queue(self, in_flight: InFlightCall, until_ns: int, further: dict[str, AttributeValue]) -> None:
+        """The span of a wait in the queue, with the forecast that the order went by."""
+        request = in_flight.request
+        attributes: dict[str, AttributeValue] = {"llmserve.order": self._traces.order(), **further}
+        if request.predicted_tokens is not None:
+            attributes["llmserve.predicted_tokens"] = request.predicted_tokens
+        if request.quantiles:
+            attributes["llmserve.predicted_tokens.least"] = request.quantiles[0]
+            attributes["llmserve.predicted_tokens.most"] = request.quantiles[-1]
+        if in_flight.forecast is not None:
+            attributes["llmserve.forecast"] = in_flight.forecast.source or "none"
+        context = set_span_in_context(self._door)
+        span = self._tracer.start_span("queue", context=context, attributes=attributes, start_time=self._waits_since_ns)
+        span.end(until_ns)
+
+    def _ns(self, now_s: float) -> int:
+        return self._zero_ns + int(1e9 * now_s)
+
+
+def _requested(call: Call, provider: str) -> dict[str, AttributeValue]:
+    path = call.path.removeprefix("/v1/")
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": OPERATIONS.get(path, path),
+        "gen_ai.provider.name": provider,
+        "gen_ai.request.model": call.model,
+    }
+    if call.output_tokens_max is not None:
+        attributes["gen_ai.request.max_tokens"] = call.output_tokens_max
+    if call.choices > 1:
+        attributes["gen_ai.request.choice.count"] = call.choices
+    return attributes
+
+
+def _count_tokens(span: Span, in_flight: InFlightCall) -> None:
+    counts = in_flight.counts
+    if counts is not None and counts.prompt_tokens is not None:
+        span.set_attribute("gen_ai.usage.input_tokens", counts.prompt_tokens)
+    if counts is not None and counts.completion_tokens is not None:
+        span.set_attribute("gen_ai.usage.output_tokens", counts.completion_tokens)

@@ -1,0 +1,262 @@
+"""What happens on a live cluster, second by second, for the people who watch it in a browser.
+
+Nothing is counted while nobody watches. A snapshot has sums, and single requests only as far as a picture shows them,
+so its size does not grow with the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from llmserve.live.driver import LiveCluster
+from llmserve.live.fleet import EngineHandle
+from llmserve.live.journal import Step
+from llmserve.scheduling.messages import FailRequest, RequestArrived, RequestEnded
+from llmserve.settings.policies import order_settings
+
+ENGINES_MAX = 100  # of a snapshot
+NAMES_MAX = 50  # of models, and of shares
+RUNNING_MAX = 200
+ENDED_MAX = 200
+LATENCIES_MAX = 4_096  # of a second, for its quantiles
+
+
+class EngineSeen(msgspec.Struct, frozen=True):
+    """circuit : whether the engine gets requests as it should"""
+
+    name: str
+    state: str
+    circuit: bool
+    running: int
+    slots: int
+    models: list[str]
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Requests that wait, of a model or of a share; see Request.share."""
+
+    name: str
+    requests: int
+
+
+class RequestSeen(msgspec.Struct, frozen=True):
+    """A request that runs or has ended. Times are seconds of the cluster's clock.
+
+    ended_s : None while it runs.  predicted, tokens : output tokens; predicted None without a forecast
+    """
+
+    id: int
+    engine: str
+    model: str
+    bin: int
+    arrived_s: float
+    started_s: float
+    ended_s: float | None
+    outcome: str
+    predicted: float | None
+    tokens: float
+
+
+class JobsSeen(msgspec.Struct, frozen=True):
+    """Batch jobs, of all keys.
+
+    batches : by status, of all servers of the store; None: it did not answer
+    lines_waiting, lines_in_flight : of the batches that this server works on
+    tokens_waiting : forecast output tokens of the lines that wait
+    """
+
+    batches: dict[str, int] | None
+    lines_waiting: int
+    lines_in_flight: int
+    tokens_waiting: float
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The state at now_s, and what has ended since the snapshot before.
+
+    arrived, ended, tokens  since the snapshot before
+    refused        since then, by reason
+    latency_s      median and 99th percentile of those that ended, from arrival to end; None: none ended
+    queue_s        the same from arrival to start
+    joules         of all engines since the start; None: unknown
+    engines_in_all, running  how many there are; the lists may have fewer
+    models, shares who waits, the most first
+    requests       the ended ones first
+    jobs           None: the server has no place for batches
+    """
+
+    now_s: float
+    since_s: float
+    draining: bool
+    order: str
+    waiting: int
+    running: int
+    slots: int
+    arrived: int
+    ended: int
+    tokens: float
+    refused: dict[str, int]
+    latency_s: tuple[float, float] | None
+    queue_s: tuple[float, float] | None
+    joules: float | None
+    engines_in_all: int
+    engines: list[EngineSeen]
+    models: list[Waiting]
+    shares: list[Waiting]
+    requests: list[RequestSeen]
+    jobs: JobsSeen | None
+
+
+class Meter(Protocol):
+    """Measures the energy of all engines; see energy.EnergyMeter."""
+
+    def joules(self, now_s: float) -> float: ...
+
+
+class Watch:
+    """Counts between `begin` and `stop`, which calls may nest. meter : of all engines' energy; None: none is known"""
+
+    def __init__(self, cluster: LiveCluster, meter: Meter | None = None) -> None:
+        self._cluster = cluster
+        self._meter = meter
+        self._watchers = 0
+        self._clear()
+
+    def begin(self) -> None:
+        self._watchers += 1
+        if self._watchers == 1:
+            self._clear()
+            self._cluster.journal.listen(self._observe)
+
+    def stop(self) -> None:
+        self._watchers -= 1
+        if self._watchers == 0:
+            self._cluster.journal.unlisten(self._observe)
+
+    def _clear(self) -> None:
+        self._since_s = self._cluster.now_s()
+        self._arrived = self._ended = 0
+        self._tokens = 0.0
+        self._refused: Counter[str] = Counter()
+        self._latencies_s: list[float] = []
+        self._queues_s: list[float] = []
+        self._requests: list[RequestSeen] = []
+
+    def _observe(self, step: Step) -> None:
+        event = step.event
+        if type(event) is RequestArrived:
+            self._arrived += 1
+        elif type(event) is RequestEnded:
+            self._note_end(event, step.now_s)
+        for action in step.actions:
+            if type(action) is FailRequest:
+                self._refused[action.reason] += 1
+
+    def _note_end(self, event: RequestEnded, now_s: float) -> None:
+        call = self._cluster.call(event.request_id)
+        if call is None or call.receipt is None or event.outcome != "completed":
+            return
+        self._ended += 1
+        tokens = event.output_tokens * call.request.choices
+        self._tokens += tokens
+        started_s = call.arrived_at_s + call.receipt.queue_ms / 1e3
+        if len(self._latencies_s) < LATENCIES_MAX:
+            self._latencies_s.append(now_s - call.arrived_at_s)
+            self._queues_s.append(started_s - call.arrived_at_s)
+        if len(self._requests) < ENDED_MAX:
+            seen = _seen(self._cluster, event.request_id, event.engine, event.output_tokens, now_s)
+            self._requests += [] if seen is None else [seen]
+
+    def snapshot(self, jobs: JobsSeen | None = None) -> Snapshot:
+        """The state now; counting begins anew. O(engines + models x shares)."""
+        cluster, now_s = self._cluster, self._cluster.now_s()
+        handles = [handle for _, handle in sorted(cluster.fleet.handles.items())]
+        models, shares = self._waiting()
+        running = [
+            seen
+            for handle in handles
+            for request_id, call in list(handle.running.items())[:RUNNING_MAX]
+            if (seen := _seen(cluster, request_id, handle.name, call.streamed_tokens / call.request.choices, None))
+        ]
+        snapshot = Snapshot(
+            now_s=now_s,
+            since_s=self._since_s,
+            draining=cluster.draining,
+            order=str(order_settings(cluster.journal.header.scheduling)["order"]),
+            waiting=cluster.scheduler.waiting,
+            running=sum([len(handle.running) for handle in handles]),
+            slots=sum([handle.info.slots for handle in handles if handle.ready]),
+            arrived=self._arrived,
+            ended=self._ended,
+            tokens=self._tokens,
+            refused=dict(self._refused),
+            latency_s=_quantiles(self._latencies_s),
+            queue_s=_quantiles(self._queues_s),
+            joules=None if self._meter is None else self._meter.joules(now_s),
+            engines_in_all=len(handles),
+            engines=[self._engine(handle) for handle in handles[:ENGINES_MAX]],
+            models=models,
+            shares=shares,
+            requests=[*self._requests, *running[:RUNNING_MAX]],
+            jobs=jobs,
+        )
+        self._clear()
+        return snapshot
+
+    def _engine(self, handle: EngineHandle) -> EngineSeen:
+        state = self._cluster.scheduler.engines.get(handle.name)
+        closed = state is None or state.circuit.closed
+        return EngineSeen(
+            handle.name, handle.state, closed, len(handle.running), handle.info.slots, list(handle.models)[:10]
+        )
+
+    def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:
+        """Who waits, by model and by share, the most first."""
+        models, shares = Counter[str](), Counter[str]()
+        for group in self._cluster.scheduler.groups:
+            for model, queues in group.tally.queues.items():
+                models[model] += queues.waiting
+            for fair in {queues.fair for queues in group.tally.queues.values()}:
+                for share in fair:
+                    shares[share.name] += share.waiting
+        return _most(models), _most(shares)
+
+
+def _most(counts: Counter[str]) -> list[Waiting]:
+    return [Waiting(name, count) for name, count in counts.most_common(NAMES_MAX) if count]
+
+
+def _seen(
+    cluster: LiveCluster, request_id: int, engine: str, tokens: float, ended_s: float | None
+) -> RequestSeen | None:
+    call = cluster.call(request_id)
+    if call is None or call.receipt is None:
+        return None
+    started_s = call.arrived_at_s + call.receipt.queue_ms / 1e3
+    predicted = call.request.predicted_tokens
+    outcome = "runs" if ended_s is None else "completed"
+    return RequestSeen(
+        request_id,
+        engine,
+        call.request.model,
+        call.receipt.bin,
+        call.arrived_at_s,
+        started_s,
+        ended_s,
+        outcome,
+        predicted,
+        tokens,
+    )
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[float, float] | None:
+    if not seconds:
+        return None
+    median, high = np.percentile(seconds, (50, 99)).tolist()
+    return (median, high) if math.isfinite(high) else None

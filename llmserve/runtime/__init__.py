@@ -1,0 +1,8 @@
+"""What any process of llmserve needs of its machine.
+
+extras       : checks that the extras of the installation that a command needs are installed, before the command does
+freed_memory : memory that was freed, given back to the system
+lasting      : tasks that serve everybody
+logs         : the log on standard error
+private_file : files for their owner's eyes only
+"""

@@ -1,0 +1,114 @@
+"""Endpoints for operators. All need the admin key.
+
+Who waits; list the engines; drain, resume or restart one; show what keys use; read keys, limits and engines again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmserve.errors import BadRequest, ConfigError, NotFound
+from llmserve.gateway.answers import json_response
+from llmserve.live.driver import LiveCluster
+from llmserve.live.fleet import EngineHandle
+from llmserve.machines.peers import Peers
+from llmserve.tenants.authentication import Keys
+from llmserve.tenants.limits import KeyLimits
+
+
+class AdminEndpoints:
+    """The endpoints below /admin.
+
+    keys    the admin keys; None: every request gets status 404
+    limits  of the clients' keys
+    reload  reads keys, limits and engines again. Raises ConfigError
+    """
+
+    def __init__(
+        self, cluster: LiveCluster, keys: Keys | None, limits: KeyLimits, reload: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._cluster = cluster
+        self._fleet = cluster.fleet
+        self._keys = keys
+        self._limits = limits
+        self._reload = reload
+        self._peers = Peers(cluster, limits)
+
+    async def list_engines(self, request: Request) -> Response:
+        self._admit(request)
+        return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
+
+    async def list_waiting(self, request: Request) -> Response:
+        self._admit(request)
+        return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.places.rows()})
+
+    async def engine_action(self, request: Request) -> Response:
+        """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""
+        self._admit(request)
+        name, order = request.path_params["name"], request.path_params["order"]
+        handle = self._fleet.handles.get(name)
+        if handle is None:
+            raise NotFound(f"there is no engine {name!r}; the engines are {', '.join(sorted(self._fleet.handles))}")
+        if handle.removal is not None:
+            raise BadRequest(f"engine {name} is being removed")
+        if order in ("drain", "resume") and handle.restart is not None:
+            raise BadRequest(f"engine {name} is being restarted")
+        if order == "drain":
+            if not handle.up:
+                raise BadRequest(
+                    f"engine {name} is down: it gets no requests now, and gets requests again once it is up"
+                )
+            self._fleet.drain(handle)
+        elif order == "resume":
+            self._fleet.resume(handle)
+        elif order == "restart":
+            if handle.engine.restart is None:
+                raise BadRequest(f"engine {name} was not started by llmserve: drain it, then restart it where it runs")
+            self._fleet.begin_restart(handle)
+        else:
+            raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
+        return json_response(self._describe(handle), 202 if order == "restart" else 200)
+
+    async def usage(self, request: Request) -> Response:
+        """What keys have used since the start, and what is spent of their budgets."""
+        self._admit(request)
+        limits = self._limits
+        budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
+        return json_response({"usage": limits.usage.shown() if limits.usage is not None else [], "budgets": budgets})
+
+    async def peers(self, request: Request) -> Response:
+        """Take this server's parts of the limits; tell the controller of the cluster what came since the last time."""
+        self._admit(request)
+        return json_response(self._peers.exchange(await request.body()))
+
+    async def reload(self, request: Request) -> Response:
+        """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""
+        self._admit(request)
+        try:
+            await self._reload()
+        except ConfigError as error:
+            raise BadRequest(str(error), code="configuration") from error
+        return json_response({"engines": sorted(self._fleet.handles)})
+
+    def _admit(self, request: Request) -> None:
+        if self._keys is None:
+            raise NotFound("/admin is disabled: start the server with --admin-key-file FILE to enable it")
+        self._keys.authenticate(request.headers.get("authorization"))
+
+    def _describe(self, handle: EngineHandle) -> dict[str, Any]:
+        """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""
+        remaining_s = max(self._cluster.remaining_s(handle.running.values()), default=0.0)
+        return {
+            "name": handle.name,
+            "state": handle.state,
+            "running": len(handle.running),
+            "drains_in_s": round(remaining_s, 1),
+            "slots": handle.info.slots,
+            "tokens_max": handle.info.tokens_max,
+            "models": list(handle.models),
+            "worker": handle.info.worker or None,
+        }

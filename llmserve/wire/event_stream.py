@@ -1,0 +1,423 @@
+"""Reads an answer's token counts, and whether the answer hit a limit, from its bytes without re-encoding.
+
+Passing is what all readers of event streams have in common: which bytes may go to a client, and when.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.wire.error_objects import ErrorObject, error_in
+from llmserve.wire.lenient_json import COUNT_BOUND, read
+
+EVENT_END = re.compile(rb"(?>\r\n|[\r\n])(?:\r\n|[\r\n])")  # lines end with LF, CR LF or CR, also in mixtures
+FINISHED = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # generated text never matches: its quotes are escaped
+CUT = re.compile(rb'"finish_reason"\s*:\s*"length"')
+DONE = re.compile(rb"(?:^|[\r\n]|\xef\xbb\xbf)data: ?\[DONE\]")
+BOM = b"\xef\xbb\xbf"  # a stream may begin with it
+FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:error|abort)"')
+ERROR_EVENT = re.compile(rb"(?<![^\r\n])event: ?error\s*(?:[\r\n]|$)")
+PING = re.compile(
+    rb'"type"\s*:\s*"(?:ping|keep[-_]?alive|heartbeat)"'
+    rb"|(?<![^\r\n])event: ?(?:ping|keep[-_]?alive|heartbeat)\s*(?:[\r\n]|$)"
+)
+HOLLOW = re.compile(rb'\{\s*(?:"\w+"\s*:\s*(?:null|""|\[\]|\{\}|"assistant")\s*,?\s*)*\}')  # a delta without content
+PARTIAL_BYTES_MAX = 1 << 20
+HELD_BYTES_MAX = 64 << 10  # before the first content
+ERROR_CHARS_MAX = 1000
+
+
+Count = Annotated[int, Meta(ge=0, lt=COUNT_BOUND)]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of an engine; None where the engine sends none that makes sense."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _Event(msgspec.Struct):
+    usage: Usage | None = None
+    choices: list[msgspec.Raw] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[msgspec.Raw] | None
+    usage: Usage | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+class _OpeningChoice(_Choice):
+    delta: msgspec.Raw = msgspec.Raw(b"")
+    text: str = ""
+
+    @property
+    def has_content(self) -> bool:
+        delta = bytes(self.delta)
+        return bool(self.text or self.finish_reason or (delta and HOLLOW.fullmatch(delta) is None))
+
+
+class _Opening(msgspec.Struct):
+    choices: list[_OpeningChoice] | None = None
+
+
+class _Signed(msgspec.Struct):
+    system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """Return the `usage` of a whole answer, without counts that make no sense; None if it is no completion.
+
+    A completion is an object with a list of choices, or null instead, whatever the choices are.
+    """
+    completion = read(_Completion, body)
+    return None if completion is None else completion.usage or Usage()
+
+
+def was_cut(body: bytes) -> bool:
+    """Whether a whole answer, or one of its choices, ended at a token limit."""
+    return CUT.search(body) is not None
+
+
+def was_given_up(body: bytes) -> bool:
+    """Whether the engine gave up a whole answer, or one of its choices."""
+    return FAILED.search(body) is not None
+
+
+class Says(Enum):
+    """What an event says before the first content."""
+
+    NOTHING = 0  # a comment, an empty event, a ping: not even that the engine works
+    BEGINS = 1  # the engine works, and has generated nothing yet
+    CONTENT = 2
+
+
+class Passing:
+    """Passes the whole events of a stream: an incomplete event waits for its rest, for at most 1 MiB.
+
+    Nothing passes before the first event with content: until then another engine may give the answer. Nothing passes
+    behind an error.
+
+    in_parts  an event was too large to wait for its rest: nothing may be written between the pieces that pass
+    began     content has come
+    stalled   the last feed brought nothing that shows that the engine works. Whoever has read this sets it back
+    failed    what the event of an error says; that event passes only after content.  failed_data : its data
+    failed_event  the event itself, behind what was held back before it
+    over      the marker of the end has passed: what follows is nobody's answer
+    """
+
+    def __init__(self) -> None:
+        self.in_parts = self.began = self.stalled = self.over = False
+        self.failed: ErrorObject | None = None
+        self.failed_data = self.failed_event = b""
+        self._partial = self._held = b""
+        self._only_comments = True  # in what is held back
+
+    def take_comments(self) -> bytes:
+        """What is held back, if it is only comments and the like, which may pass before the answer begins."""
+        if not self._only_comments:
+            return b""
+        comments, self._held = self._held, b""
+        return comments
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Add bytes from the engine. Returns the bytes that may go to the client now."""
+        data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
+        if in_parts:
+            self.in_parts = self.began = True
+            data, self._held = self._held + data, b""
+        if not data:
+            self.stalled = self._partial.lstrip().startswith(b":")
+            return b""
+        passed = self._pass(data) if self.began else self._open(data)
+        if in_parts:
+            self.stalled = False
+        return passed
+
+    def end(self) -> bytes | None:
+        """Note that nothing more comes: an error at the end may lack its empty line.
+
+        Returns the body of an engine that has not streamed, but answered with one object; None: it has streamed.
+        """
+        body = self._held + self._partial
+        if not self.began and body.lstrip().startswith(b"{"):
+            return body
+        if self.failed is None and self._partial:
+            self._look_for_error(self._partial)
+        return None
+
+    def _look_for_error(self, event: bytes) -> bool:
+        self.failed = error_of_event(event)
+        if self.failed is not None:
+            self.failed_data, self.failed_event = data_of(event).strip(), self._held + event
+            self.stalled = False
+        return self.failed is not None
+
+    def flush(self) -> bytes:
+        """Return the rest at the end of a stream, with an event that lacks its final empty line."""
+        rest, self._held, self._partial = self._held + self._partial, b"", b""
+        self.began = True
+        return self._pass(rest) + self.release() if rest else self.release()
+
+    def release(self) -> bytes:
+        """Return the delayed event, if any. For an interrupted stream, whose incomplete event must not pass."""
+        return b""
+
+    def _open(self, data: bytes) -> bytes:
+        """Hold events back until there is one with content."""
+        self.stalled = True
+        place = 0
+        for event in events_of(data):
+            if self._look_for_error(event):
+                return b""
+            says = self._says(event)
+            self.stalled = self.stalled and says is Says.NOTHING
+            full = len(self._held) + len(event) > HELD_BYTES_MAX
+            if says is Says.CONTENT or (full and says is Says.BEGINS):
+                held, self._held, self.began = self._held, b"", True
+                return self._pass(held + data[place:])
+            place += len(event)
+            if not full:
+                self._held += event
+                self._only_comments = self._only_comments and says is Says.NOTHING
+        return b""
+
+    def _says(self, event: bytes) -> Says:
+        return Says.NOTHING if not data_of(event).strip() or is_ping(event) else Says.CONTENT
+
+    def _pass(self, data: bytes) -> bytes:
+        """Read events, and return what may pass of them."""
+        raise NotImplementedError
+
+
+def is_plain(event: bytes) -> bool:
+    """Whether the event is one of choices for certain, no error, end or ping. Most events are, which costs no time."""
+    if event.find(b'"choices"') < 0 or not event.startswith(b"data:"):
+        return False
+    return event.find(b"error") < 0 and event.find(b'"abort"') < 0
+
+
+def is_ping(event: bytes) -> bool:
+    may_be = event.find(b"ping") >= 0 or event.find(b"alive") >= 0 or event.find(b"heartbeat") >= 0
+    return may_be and PING.search(event) is not None
+
+
+def events_of(data: bytes) -> Iterator[bytes]:
+    """The events one by one, each with its empty line. The data is read no further than the caller asks."""
+    place = 0
+    if data.find(b"\r") < 0:  # many times as fast as the expression
+        while (end := data.find(b"\n\n", place) + 2) > 1:
+            yield data[place:end]
+            place = end
+    else:
+        for match in EVENT_END.finditer(data):
+            yield data[place : match.end()]
+            place = match.end()
+    if place < len(data):
+        yield data[place:]
+
+
+def error_of_event(event: bytes) -> ErrorObject | None:
+    """What the event of an error says; None: it is another event."""
+    if is_plain(event):
+        return None
+    data = data_of(event)
+    if (error := error_in(data, partial=True)) is not None:
+        return error
+    if event.find(b"event:") >= 0 and ERROR_EVENT.search(event) is not None:
+        return ErrorObject("engine", 502, data.decode(errors="replace")[:ERROR_CHARS_MAX])
+    return ErrorObject("engine", 502, "the engine has aborted the answer") if FAILED.search(event) else None
+
+
+class UsageFilter(Passing):
+    """Forwards an event stream and reads its token counts.
+
+    strip    remove the event that carries only usage: llmserve requested the event, the client did not. vLLM writes
+             its `system_fingerprint` into the last event, which is then the removed one. The filter therefore delays
+             the event with the finish_reason until the next event, and moves the fingerprint of a removed event into
+             the delayed event, where vLLM would have written the fingerprint.
+    choices  answers in the stream. Several answers end at different times: no event is delayed, and the fingerprint
+             is lost.
+
+    receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none
+
+    All other bytes pass unchanged.
+    `output_tokens` is the engine's count, or else the number of events with choices; `prompt_tokens` is the engine's
+    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end.
+    """
+
+    response_id = ""  # clients ask for no completion again
+
+    def __init__(self, *, strip: bool, choices: int = 1, receipt: bytes = b"") -> None:
+        super().__init__()
+        self._strip = strip
+        self._receipt = receipt
+        self._choices = choices
+        self._delays_last = strip and choices == 1
+        self._delayed = b""
+        self._events = 0
+        self._usage = Usage()
+        self._finished: set[int] = set()  # choices whose finish_reason has passed
+        self.cut = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether a finish_reason of each choice or [DONE] has come: else the engine has ended in mid-answer."""
+        if self.over or DONE.search(self._partial) is not None:
+            return True
+        return len(self._finished | _finished_by(self._partial, self._choices)) >= self._choices
+
+    @property
+    def output_tokens(self) -> int:
+        count = self._usage.completion_tokens
+        return count if count is not None else self._events
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._usage.prompt_tokens
+
+    def release(self) -> bytes:
+        delayed, self._delayed = self._delayed, b""
+        return delayed
+
+    def _says(self, event: bytes) -> Says:
+        if event.find(b'"choices"') < 0:
+            return super()._says(event)
+        chunk = read(_Opening, data_of(event))
+        if chunk is None or any(choice.has_content for choice in chunk.choices or ()):
+            return Says.CONTENT
+        return Says.BEGINS
+
+    def _pass(self, data: bytes) -> bytes:
+        # `find` takes half the time of `in`. An event without choices is an error, the end or a comment.
+        events = data.count(b"data:")
+        if (
+            events
+            and data.count(b'"choices"') == events
+            and not self._delayed
+            and data.find(b'"usage"') < 0
+            and data.find(b"error") < 0
+            and FINISHED.search(data) is None
+        ):
+            self._events += events
+            return data
+        self.stalled = True
+        passed = []
+        for event in events_of(data):
+            passed.append(self._pass_event(event))
+            if self.failed is not None or self.over:
+                break
+        return b"".join(passed)
+
+    def _pass_event(self, event: bytes) -> bytes:
+        is_usage = is_done = False
+        if not is_plain(event):
+            if Passing._says(self, event) is Says.NOTHING and not self.in_parts:
+                return self.release() + event
+            if self._look_for_error(event):
+                return self.release() + event
+            is_done = DONE.search(event) is not None
+            self.over = self.over or is_done
+        if event.find(b'"usage"') >= 0:
+            is_usage = self._is_usage(event)
+        self.stalled = False
+        self._events += not (is_usage or is_done)
+        delayed = self.release()
+        if is_usage and self._strip:
+            return _signed(delayed, event) if delayed else b""
+        if FINISHED.search(event) is None:
+            return delayed + event
+        self._finished |= _finished_by(event, self._choices)
+        self.cut = self.cut or was_cut(event)
+        if self._receipt:
+            event = _with_field(event, b"llmserve", self._receipt)
+        if not self._delays_last:
+            return delayed + event
+        self._delayed = event
+        return delayed
+
+    def _is_usage(self, event: bytes) -> bool:
+        """Whether the event carries usage and no choice. Stores the event's counts."""
+        answer = read(_Event, data_of(event))
+        if answer is None or answer.usage is None:
+            return False
+        if answer.usage.completion_tokens is not None:
+            self._usage = answer.usage
+        return not answer.choices
+
+
+def _finished_by(event: bytes, choices: int) -> set[int]:
+    """The choices, of so many in the stream, that have a finish_reason in the event, which may lack its end."""
+    if FINISHED.search(event) is None:
+        return set()
+    if choices == 1:
+        return {0}
+    answer = read(_Choices, data_of(event)) or _Choices()
+    return {choice.index for choice in answer.choices or () if choice.finish_reason}
+
+
+def _signed(event: bytes, usage: bytes) -> bytes:
+    """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
+    if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event:
+        return event
+    signed = read(_Signed, data_of(usage)) or _Signed()
+    fingerprint = bytes(signed.system_fingerprint)
+    if not fingerprint.startswith(b'"'):
+        return event
+    return _with_field(event, b"system_fingerprint", fingerprint)
+
+
+def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
+    """Append a field to an event of one JSON object."""
+    end = event.rfind(b"}")
+    return event if end < 0 else b'%b,"%b":%b%b' % (event[:end], name, value, event[end:])
+
+
+def whole_events(data: bytes) -> tuple[bytes, bytes, bool]:
+    """What may pass now, the incomplete event that waits for its rest, and whether it was too large to wait."""
+    if data.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
+        return data, b"", False
+    end = events_end(data)
+    if len(data) - end <= PARTIAL_BYTES_MAX:
+        return data[:end], data[end:], False
+    return data, b"", True
+
+
+def events_end(data: bytes) -> int:
+    """Where the last whole event ends; 0 without one. A CR at the end of the data may be the half of a line's end."""
+    end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, data.rfind(b"\r\r") + 2)
+    mixed = data.rfind(b"\n\r", 0, len(data) - 1) + 2
+    if mixed > end and data[mixed] != ord("\n"):
+        end = mixed
+    elif data.startswith(b"\n", end):  # of a CR LF that ends the empty line behind a CR
+        end += 1
+    return 0 if end < 3 else end
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event, without its other lines.
+
+    llama.cpp's servers of 2025 write the object of an error into a field `error` instead.
+    """
+    if event.startswith(b"data:") and event.find(b"\n\n") == event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[5:-2]
+    lines = event.removeprefix(BOM).splitlines()
+    data = b"".join([line[5:] for line in lines if line.startswith(b"data:")])
+    if not data:
+        data = b"".join([b'{"error":%b}' % line[6:] for line in lines if line.startswith(b"error:")][:1])
+    return data

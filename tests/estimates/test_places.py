@@ -1,0 +1,152 @@
+"""Places in the queue: by share, batch and order, and the wait that follows from them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmserve.estimates.position import KEPT_S, Places
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import EngineLost, EngineReady, RequestArrived, RequestEnded
+from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings.policies import SchedulingConfig
+
+
+class Clock:
+    """Stands for the live cluster."""
+
+    def __init__(self, *remaining_s: float) -> None:
+        self.at_s = 0.0
+        self.remaining_s = list(remaining_s)
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def remaining_s_of(self, model: str) -> list[float]:
+        return self.remaining_s
+
+
+def scheduler_of(order: str = "fffs", **config: Any) -> Scheduler:
+    """One slot, which request 0 takes."""
+    values = {"bins": 1, "batch_size": 1, "release": "greedy", "order": order, **config}
+    scheduler = SchedulingConfig(**values).resolved(barrier=False).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("gpu0", 1, barrier=False)), 0.0)
+    arrive(scheduler, 0)
+    return scheduler
+
+
+def arrive(scheduler: Scheduler, request_id: int, tokens: float = 4.0, at_s: float = 0.0, **fields: Any) -> None:
+    scheduler.handle(RequestArrived(Request(request_id, tokens, **fields)), at_s)
+
+
+def call(request_id: int) -> Any:
+    return SimpleNamespace(request=Request(request_id))
+
+
+def order_of(scheduler: Scheduler) -> list[int]:
+    return [queued.request.id for queued in Places(scheduler, Clock()).in_turn(scheduler.queues(""))]
+
+
+def test_a_running_request_has_no_place_and_the_others_count_from_one() -> None:
+    scheduler = scheduler_of()
+    arrive(scheduler, 1)
+    arrive(scheduler, 2)
+    places = Places(scheduler, Clock())
+    assert [place and place.position for place in (places.of(call(number)) for number in (0, 1, 2))] == [None, 1, 2]
+
+
+@pytest.mark.parametrize(("order", "expected"), [("fffs", [1, 2, 3]), ("shortest", [3, 2, 1])])
+def test_places_follow_the_order(order: str, expected: list[int]) -> None:
+    scheduler = scheduler_of(order, patience=1e6)
+    for request_id, tokens in ((1, 900.0), (2, 50.0), (3, 5.0)):
+        arrive(scheduler, request_id, tokens)
+    assert order_of(scheduler) == expected
+
+
+def test_the_least_served_share_is_next() -> None:
+    scheduler = scheduler_of()
+    for request_id, share in ((1, "flood"), (2, "flood"), (3, "flood"), (4, "modest")):
+        arrive(scheduler, request_id, share=share)
+    order = order_of(scheduler)
+    assert order.index(4) < 2
+    assert [request_id for request_id in order if request_id != 4] == [1, 2, 3]
+
+
+def test_one_more_of_a_share_would_start_after_its_own_and_before_those_of_a_flood() -> None:
+    """One slot; a request ends each second, and six wait."""
+    scheduler = scheduler_of()
+    for request_id in range(1, 9):
+        arrive(scheduler, request_id, share="flood", at_s=0.1)
+    for request_id in range(3):
+        scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 1.0 * (request_id + 1))
+    arrive(scheduler, 9, share="modest", at_s=3.0)
+    places = Places(scheduler, Clock())
+
+    def next_s(share: str) -> float | None:
+        return places.next_s(Request(-1, 4.0, share=share))
+
+    assert next_s("flood") == pytest.approx(7.0), "five of its own wait, and one of another share"
+    assert next_s("modest") == pytest.approx(4.0), "its own, and two of the flood: of equals the older share is next"
+    assert next_s("new") == pytest.approx(3.0), "one of each of the older shares"
+
+
+def test_one_more_starts_at_once_where_a_slot_is_free_and_never_without_an_engine() -> None:
+    scheduler = scheduler_of()
+    scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 1.0)
+    assert Places(scheduler, Clock()).next_s(Request(1)) == 0.0
+    assert Places(scheduler, Clock()).next_s(Request(1, model="unknown")) is None
+    scheduler.handle(EngineLost("gpu0"), 2.0)
+    assert Places(scheduler, Clock()).next_s(Request(1)) is None
+
+
+def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> None:
+    scheduler = scheduler_of()
+    for request_id in (1, 2, 3, 4):
+        arrive(scheduler, request_id)
+    clock = Clock(3.0)
+    places = Places(scheduler, clock)
+    waits_s = [place.wait_s for number in (1, 2) if (place := places.of(call(number))) is not None]
+    assert waits_s == [3.0, None]
+    for request_id in (0, 1, 2):  # one ends each 2 s
+        scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 2.0 * request_id + 2.0)
+    clock.at_s = 6.0
+    place = places.of(call(4))
+    assert place is not None
+    assert (place.position, place.wait_s) == (1, 2.0)
+
+
+def test_after_a_pause_the_wait_counts_the_answers_before_by_the_mean_answer() -> None:
+    scheduler = scheduler_of()
+    scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 2.0)  # now idle: the rate of ends is forgotten
+    for request_id in (1, 2, 3):
+        arrive(scheduler, request_id, at_s=9.0)
+    service = scheduler.queues("").service
+    place = Places(scheduler, Clock(1.5)).of(call(3))
+    assert place is not None
+    assert place.wait_s == pytest.approx(1.5 + service.tokens_mean * service.seconds_per_token)
+
+
+def test_places_hold_for_a_second_and_then_are_made_again() -> None:
+    scheduler = scheduler_of()
+    arrive(scheduler, 1)
+    arrive(scheduler, 2)
+    clock = Clock()
+    places = Places(scheduler, clock)
+    before = places.of(call(2))
+    scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 0.1)
+    arrive(scheduler, 3, at_s=0.1)
+    kept = places.of(call(2))
+    new = places.of(call(3))
+    clock.at_s = KEPT_S
+    after = places.of(call(2))
+    positions = [place.position for place in (before, kept, new, after) if place is not None]
+    assert positions == [2, 2, 2, 1], "a request that came later is last"
+
+
+def test_without_a_working_engine_no_wait_is_told() -> None:
+    scheduler = scheduler_of()
+    arrive(scheduler, 1)
+    scheduler.handle(EngineLost("gpu0", expected=True), 1.0)
+    place = Places(scheduler, Clock(3.0)).of(call(1))
+    assert place is not None
+    assert (place.wait_s, place.helpless) == (None, True)

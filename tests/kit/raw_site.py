@@ -1,0 +1,113 @@
+"""A server on loopback that echoes requests, and clients that send it raw bytes, for several tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from llmserve.errors import RequestError, Unauthorized
+from llmserve.http.exchange import Exchange
+from llmserve.http.server import DoorLimits, Server, accepting, listening_socket
+
+POST = b"POST /v1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\nhello"
+
+
+class Echo:
+    """Answers each request with its method, path and body; keeps those that `/held` names.
+
+    `/none` takes no body, and `/of/NAME` belongs to a key of that name.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[Exchange] = []
+        self.gone: list[Exchange] = []
+        self.ended = 0
+        self.refusals: list[str | None] = []
+
+    def admit(self, exchange: Exchange) -> None:
+        def end() -> None:
+            self.ended += 1
+
+        exchange.on_end = end
+        exchange.keeps_body = exchange.path != "/none"
+        if exchange.path == "/secret":
+            raise Unauthorized("no key")
+        if exchange.path.startswith("/of/"):
+            exchange.key = exchange.path.removeprefix("/of/")
+
+    def handle(self, exchange: Exchange) -> None:
+        exchange.on_gone = lambda: self.gone.append(exchange)
+        if exchange.path == "/held" or exchange.query == b"held":
+            self.held.append(exchange)
+        else:
+            exchange.respond(200, [], f"{exchange.method} {exchange.path} ".encode() + exchange.body)
+
+    def refused(self, exchange: Exchange, error: RequestError) -> None:
+        self.refusals.append(error.code)
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, bytes]:
+        """The next answer that is not an interim one."""
+        async with asyncio.timeout(20):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            status = int(head.split()[1])
+            if status < 200:
+                return await self.answer()
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+            return status, await self.reader.readexactly(int(fields[b"content-length"]))
+
+    async def rest(self) -> bytes:
+        async with asyncio.timeout(20):
+            return await self.reader.read()
+
+
+class Site:
+    def __init__(self, server: Server, echo: Echo, port: int) -> None:
+        self.server = server
+        self.echo = echo
+        self.port = port
+        self._clients: list[Client] = []
+
+    async def client(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            client.writer.close()
+
+
+@asynccontextmanager
+async def site(**limits: Any) -> AsyncIterator[Site]:
+    """A running server. limits : as in DoorLimits."""
+    echo = Echo()
+    with listening_socket("127.0.0.1", 0) as listener:
+        all_limits = DoorLimits(**{**LIMITS, **limits})
+        async with accepting(echo, listener, all_limits) as server:
+            made = Site(server, echo, listener.getsockname()[1])
+            try:
+                yield made
+            finally:
+                await made.close()
+
+
+LIMITS = {
+    "body_bytes_max": 1 << 20,
+    "buffer_bytes_max": 1 << 20,
+    "buffers_bytes_max": 1 << 30,
+    "client_stall_s": 60.0,
+}

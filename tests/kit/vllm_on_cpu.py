@@ -1,0 +1,73 @@
+"""How the tests start the real vLLM on a CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmserve.engines.process import SUPERVISOR, free_port
+
+MODEL = Path(__file__).parents[2] / "llmserve/demo/model"
+ARGS = ("--max-model-len", "1024", "--enforce-eager", "--dtype", "float32")
+# Where a grammar allows white space anywhere, the demo model writes nothing else: neither for JSON nor for tools.
+STRUCTURED = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Otherwise the first request for log-probabilities compiles a function, which takes up to a minute.
+    "TORCH_COMPILE_DISABLE": "1",
+    # The engine core runs the model itself, in one thread. A separate worker process would import vLLM again, the two
+    # would poll each other all the time, and threads of so small a model would mostly wait for each other.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+START_S = 240
+
+
+@contextmanager
+def running_vllm(python: str, log: Path, *args: str) -> Iterator[str]:
+    """A vLLM server with the demo model and these arguments. Yields its base URL.
+
+    python : an interpreter that has vLLM.  log : the file for the server's output
+    """
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
+    command += ["--host", "127.0.0.1", *ARGS, *STRUCTURED, *args]
+    settings = {
+        **os.environ,
+        **SETTINGS,
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",  # for arguments of tools, too, STRUCTURED holds
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen([*SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings)
+    try:
+        _await_healthy(process, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _await_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise AssertionError("vLLM did not start:\n" + log.read_text(errors="replace")[-3000:])

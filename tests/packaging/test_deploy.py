@@ -1,0 +1,229 @@
+"""The files of deploy/: they start command lines that the server accepts, and a stop leaves time to drain."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from configured import load_config
+
+from llmserve import __version__
+from llmserve.__main__ import parser
+from llmserve.settings.load import sections
+from llmserve.settings.tree import Config, EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "llmserve"
+STATE = (ROOT / "llmserve" / "web" / "state.py").read_text()
+
+
+def parsed(words: list[str]) -> Config:
+    """The configuration of `llmserve serve` with these arguments. Raises on an unknown argument."""
+    args, unknown = parser("serve").parse_known_args(["serve", *words])
+    assert unknown == []
+    fields = {name for struct in sections(Config).values() for name in struct.__struct_fields__}
+    flags = {name: value for name, value in vars(args).items() if name in fields}
+    return load_config(flags, {}, None)
+
+
+def instructions(name: str) -> list[str]:
+    """The arguments of each Dockerfile instruction of this name; continued lines are joined."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def image_words() -> list[str]:
+    """The image's arguments of `llmserve serve`, before a user's flags."""
+    (entry,) = instructions("ENTRYPOINT")
+    program, command, *words = json.loads(entry)
+    assert (program, command) == ("llmserve", "serve")
+    return words
+
+
+def compose() -> dict[str, Any]:
+    parsed: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return parsed
+
+
+def rendered(name: str) -> Any:
+    """A template as YAML, with both branches of each condition and `x` for each value."""
+    text = (CHART / "templates" / name).read_text()
+    lines = [line for line in text.splitlines() if not re.fullmatch(r"\s*\{\{-.*\}\}", line)]
+    return yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", "\n".join(lines)))
+
+
+def unit() -> dict[str, str]:
+    lines = (DEPLOY / "llmserve.service").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+# ---- Docker -------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_refuses_to_serve_without_keys_or_consent():
+    served = parsed(image_words()).server
+    assert (served.host, served.port, served.anonymous, served.api_key_file) == ("0.0.0.0", 8000, False, None)
+
+
+def test_the_files_that_the_image_copies_exist_and_are_not_ignored():
+    passed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")}
+    copied = {source for line in instructions("COPY") if "--from" not in line for source in line.split()[:-1]}
+    assert copied == passed
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_images_may_be_named_by_their_digests():
+    """A digest cannot be looked up without a registry, so the tags are defaults that a build argument replaces."""
+    assert instructions("FROM") == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
+    (default,) = instructions("ARG")
+    services = compose()["services"]
+    assert services["llmserve"]["build"]["args"] == {"PYTHON_IMAGE": f"${{{default.replace('=', ':-')}}}"}
+    assert services["vllm"]["image"].startswith("${VLLM_IMAGE:-")
+
+
+def test_the_image_installs_only_packages_whose_hashes_it_compares():
+    commands = [part for line in instructions("RUN") for part in line.split(" && ") if "pip install" in part]
+    assert ["--no-deps" in command for command in commands] == [True, True]
+    assert "--require-hashes --no-deps -r requirements/server.lock" in commands[0]
+
+
+def test_the_command_for_the_file_of_keys_makes_a_private_file(tmp_path: Path):
+    (command,) = re.findall(r"^#   (\(umask .*deploy/keys\))$", (DEPLOY / "compose.yaml").read_text(), re.MULTILINE)
+    (tmp_path / "deploy").mkdir()
+    subprocess.run(
+        ["sh", "-c", command.replace("openssl rand -hex 24", "echo k")], cwd=tmp_path, check=True, timeout=10
+    )
+    assert (tmp_path / "deploy" / "keys").read_text() == "me: k\n"
+    assert (tmp_path / "deploy" / "keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_image_runs_as_an_unprivileged_user_and_is_stopped_with_a_signal_that_drains():
+    assert instructions("USER") == ["10001:10001"]
+    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+
+
+def test_the_images_health_check_is_a_program_that_python_reads():
+    (check,) = instructions("HEALTHCHECK")
+    program = json.loads(check[check.index("[") :])[2]
+    compile(program, "the health check", "exec")
+    assert "/health" in program
+    assert 'add_route("/health"' in STATE
+
+
+def test_compose_starts_the_front_end_before_the_engine():
+    services = compose()["services"]
+    front, engine = services["llmserve"], services["vllm"]
+    configured = parsed([*image_words(), *front["command"]])
+    port = engine["command"][engine["command"].index("--port") + 1]
+    assert configured.engines.engine == (f"http://vllm:{port}",)
+    assert configured.server.api_key_file == f"/run/secrets/{front['secrets'][0]}"
+    assert configured.server.state in [volume.partition(":")[2] for volume in front["volumes"]]
+    assert float(front["stop_grace_period"].removesuffix("s")) > configured.server.drain_s
+    build = front["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+    assert front["image"] == f"llmserve:{__version__}"
+
+
+# ---- systemd ------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_a_command_that_the_server_accepts():
+    program, command, *words = shlex.split(unit()["ExecStart"])
+    assert (Path(program).name, command) == ("llmserve", "serve")
+    assert parsed(words).server.api_key_file == "%d/keys"
+    assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
+    assert parsed(words).server.state == f"%S/{unit()['StateDirectory']}", "the unit's user may write here"
+
+
+def test_the_units_settings_are_settings_and_its_stop_leaves_time_to_drain():
+    settings = load_config({}, {}, str(DEPLOY / "llmserve.toml"))
+    assert float(unit()["TimeoutStopSec"]) > settings.server.drain_s
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
+def test_systemd_accepts_the_unit(tmp_path: Path):
+    text = (DEPLOY / "llmserve.service").read_text()
+    (tmp_path / "llmserve.service").write_text(text.replace("/opt/llmserve/bin/llmserve", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "llmserve.service")], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# ---- Helm ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_chart_has_this_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_every_value_that_a_template_names_has_a_default():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for path in (CHART / "templates").iterdir():
+        text = path.read_text()
+        assert text.count("{{") == text.count("}}")
+        for name in re.findall(r"\.Values\.([\w.]+)", text):
+            value = values
+            for part in name.split("."):
+                assert part in value, f"{path.name}: {name}"
+                value = value[part]
+
+
+def test_every_included_template_is_defined():
+    defined = set(re.findall(r'define "([\w.]+)"', (CHART / "templates" / "_names.tpl").read_text()))
+    for path in (CHART / "templates").iterdir():
+        assert set(re.findall(r'include "([\w.]+)"', path.read_text())) <= defined
+
+
+def test_the_charts_flags_are_flags_of_the_server():
+    container = rendered("deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    words: list[str] = container["args"]
+    words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
+    words[words.index("--metrics-port") + 1] = str(values["metricsPort"])
+    words[words.index("--buffers-bytes-max") + 1] = str(values["buffersBytesMax"])
+    assert words.pop() == "x", "one of .Values.args"
+    configured = parsed([*image_words(), *words])
+    assert configured.server.drain_s == values["drainSeconds"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert configured.server.api_key_file is not None
+    assert str(Path(configured.server.api_key_file).parent) in mounts
+    assert configured.server.state in mounts
+    variables = {entry["name"].removeprefix("LLMSERVE_").lower() for entry in container["env"]}
+    assert variables <= set(EngineConfig.__struct_fields__)
+
+
+def test_the_charts_memory_holds_what_the_server_may_buffer():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    limit = values["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    limit_bytes = int(limit.removesuffix("Gi")) << 30
+    assert 3 * values["buffersBytesMax"] + (200 << 20) <= limit_bytes
+
+
+def test_the_charts_pod_is_probed_at_existing_paths_and_drains():
+    pod = rendered("deployment.yaml")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert pod["enableServiceLinks"] is False, "the Service's variables would count as settings"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert 'add_route("/ready"' in STATE
+    assert container["ports"][0]["containerPort"] == parsed(image_words()).server.port
+    text = (CHART / "templates" / "deployment.yaml").read_text()
+    assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text
+
+
+def test_the_charts_service_leads_to_the_pod():
+    service, deployment = rendered("service.yaml")["spec"], rendered("deployment.yaml")["spec"]
+    ports = {port["name"] for port in deployment["template"]["spec"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} <= ports
