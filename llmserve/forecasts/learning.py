@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Callable
 
 from llmserve.calls.in_flight import InFlightCall
+from llmserve.calls.log_fields import about
 from llmserve.forecasts.lengths import Taught
-from llmserve.runtime.logs import about
 
 # Some 200 answers a second, more than a large model gives on one GPU, are all learnt in these shares.
 TEMPLATES_SHARE = 0.01

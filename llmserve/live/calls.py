@@ -16,12 +16,12 @@ from typing import Protocol
 import msgspec
 
 from llmserve.calls.in_flight import Head, InFlightCall, Receipt, told_tokens
+from llmserve.calls.log_fields import about
 from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import NOTHING, Answer, EngineError
 from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
 from llmserve.live.fleet import EngineHandle
 from llmserve.request import Batch, Call, Request
-from llmserve.runtime.logs import about
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import COMPLETION, StreamReader
 from llmserve.wire.error_objects import (

@@ -18,6 +18,7 @@ from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.calls.charges import Charges
 from llmserve.calls.in_flight import Charge, Client, InFlightCall, Trace
+from llmserve.calls.log_fields import about
 from llmserve.calls.prompt_size import PromptTokensByModel, prefix_hashes, sender_hash
 from llmserve.engines.engine import Engine
 from llmserve.errors import RequestError, model_not_found
@@ -38,7 +39,6 @@ from llmserve.live.reports import error_of, report
 from llmserve.live.routes import Routes
 from llmserve.live.solving import Solving
 from llmserve.request import Call, Request
-from llmserve.runtime.logs import about
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from llmserve.calls.in_flight import InFlightCall
+from llmserve.calls.log_fields import fields_of
 from llmserve.http.exchange import Exchange
-from llmserve.runtime.logs import fields_of
 
 log = logging.getLogger("llmserve.access")
 

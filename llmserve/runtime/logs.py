@@ -2,7 +2,7 @@
 
     2026-11-23T17:20:05.123Z WARNING engine a broke off its answer request_id=llmserve-7 id=7 model=m engine=a attempt=1
 
-A line never has a prompt, an answer or a key: the fields of a call are chosen here.
+A line never has a prompt, an answer or a key: the fields of a call are chosen in calls/log_fields.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from llmserve.calls.in_flight import InFlightCall
 
 LogFormat = Literal["text", "json"]
 VALUE_CHARS_MAX = 200  # of a value that comes from a client
@@ -30,23 +27,6 @@ def configure(level: str, form: LogFormat) -> None:
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-
-
-def about(in_flight: InFlightCall) -> dict[str, Any]:
-    """The argument `extra` of a line about a call."""
-    return {"fields": fields_of(in_flight)}
-
-
-def fields_of(in_flight: InFlightCall) -> dict[str, Any]:
-    """What every line about a call says of it; `id` is that of the journal."""
-    call, receipt = in_flight.call, in_flight.receipt
-    fields: dict[str, Any] = {"request_id": in_flight.name, "id": in_flight.request.id}
-    if call.prompt.sender:
-        fields["key"] = call.prompt.sender
-    fields["model"] = call.model
-    if receipt is not None:
-        fields |= {"engine": receipt.engine, "attempt": in_flight.attempts}
-    return fields
 
 
 def _time_of(record: logging.LogRecord) -> str:

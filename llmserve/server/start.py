@@ -30,7 +30,6 @@ from llmserve.scheduling.choice.orders import FixedOrder
 from llmserve.server.reload import Reloader, plan_part
 from llmserve.settings.by_model import PREFIX, by_model
 from llmserve.settings.policies import PLANNED, SchedulingConfig
-from llmserve.settings.policy_names import order_of
 from llmserve.settings.tree import Config
 from llmserve.simulation.twin.live import LiveTuning
 from llmserve.simulation.twin.tuner import STEPS_MAX, Tuner
@@ -85,7 +84,7 @@ def checked(config: Config) -> Config:
 def _check_tuning(config: Config, scheduling: SchedulingConfig) -> None:
     """Raise ConfigError on settings with which the order cannot be tuned."""
     goal = config.tuning.tune
-    if not isinstance(order_of(scheduling), FixedOrder):
+    if not isinstance(scheduling.named_order(), FixedOrder):
         raise ConfigError(f"tune: order {scheduling.order} decides at the moment and cannot change while serving")
     if scheduling.release in PLANNED:
         raise ConfigError(f"tune: release {scheduling.release} follows plans, which a replay does not make")

@@ -34,8 +34,10 @@ from llmserve.settings.policy_names import (
     PATIENCE,
     RATE_WAIT_S,
     TIMEOUT_S,
-    order_of,
-    release_of,
+    OrderSettings,
+    ReleaseSettings,
+    named_order,
+    named_release,
 )
 
 
@@ -242,7 +244,28 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_by_times(self) -> bool:
         """Whether the order depends on the duration of batches on each engine."""
-        return self.order is not None and isinstance(order_of(self), MomentOrder)
+        return self.order is not None and isinstance(self.named_order(), MomentOrder)
+
+    def named_order(self) -> Order:
+        """The order that a resolved configuration names. Raises ConfigError when the order does not exist."""
+        assert self.order is not None, "resolve the configuration first"
+        settings = OrderSettings(self.patience, self.preemption, self.preemption_factor)
+        return named_order(self.order, settings)
+
+    def _named_release(self, arrivals: Arrivals) -> Release:
+        """The release that a resolved configuration names, for one model with its arrivals.
+
+        Raises ValueError on settings that have no effect in the release, or that contradict the release.
+        """
+        assert self.release is not None, "resolve the configuration first"
+        if self.release != "window" and self.window is not None:
+            raise ValueError(f"window has no effect under release {self.release}, only under window")
+        if self.window is not None and self.goes_by_times:
+            raise ValueError(f"window has no effect under order {self.order}, which considers all waiting requests")
+        if self.window is not None and self.window < self.full_batch:
+            raise ValueError(f"window: {self.window} requests are fewer than a batch of {self.full_batch}")
+        settings = ReleaseSettings(self.full_batch, self.batch_wait_s, self.rate_headroom)
+        return named_release(self.release, settings, arrivals)
 
     @property
     def uses_profiles(self) -> bool:
@@ -289,9 +312,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         dispatch = Dispatch(
-            order or order_of(self),
+            order or self.named_order(),
             self.full_batch,
-            lambda chosen: order_of(tuned(self, chosen)),
+            lambda chosen: tuned(self, chosen).named_order(),
             line_stops=self.line_stops,
         )
         self.queues("", scores, lengths, order=dispatch.order, release=release)  # raises errors before any request
@@ -330,9 +353,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) -> ModelQueues:
         """Create the queues of a model. Arguments and errors are those of `scheduler`. learnt : of this model."""
         bins = self.bins_count
-        order = order or order_of(self)
+        order = order or self.named_order()
         arrivals = Arrivals(bins)
-        model_release = release(arrivals) if release is not None else release_of(self, arrivals)
+        model_release = release(arrivals) if release is not None else self._named_release(arrivals)
         if learnt.scores:
             scores, lengths = learnt.scores, learnt.lengths
         has_lengths = lengths or not learnt.scores

@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from llmserve.errors import ConfigError
 from llmserve.scheduling.choice.orders import (
+    PREEMPTION_FACTOR,
     Clockwork,
     FixedOrder,
     Flex,
@@ -28,20 +29,33 @@ from llmserve.scheduling.choice.orders import (
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Deadline, Full, Greedy, Rate, Release, Table, Timeout, Window
 
-if TYPE_CHECKING:
-    from llmserve.settings.policies import SchedulingConfig
-
 TIMEOUT_S = 0.05
 PATIENCE = 12.0
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 
 
-def _shortest(config: SchedulingConfig) -> Order:
+class OrderSettings(NamedTuple):
+    """What orders are made of besides their names; see SchedulingConfig."""
+
+    patience: float | None = None
+    preemption: str = "on"
+    preemption_factor: float = PREEMPTION_FACTOR
+
+
+class ReleaseSettings(NamedTuple):
+    """What releases are made of besides their names; see SchedulingConfig."""
+
+    batch_size: int
+    batch_wait_s: float | None
+    rate_headroom: float
+
+
+def _shortest(config: OrderSettings) -> Order:
     patience = PATIENCE if config.patience is None else config.patience
     return FixedOrder(shortest(patience), turn(patience))
 
 
-ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
+ORDERS: dict[str, Callable[[OrderSettings], Order]] = {
     "fffs": lambda config: FixedOrder(fffs, arrival),
     "shortest": _shortest,
     "boost": lambda config: FixedOrder(mean_turn(boosted), boosted, follows_load=True),
@@ -56,14 +70,10 @@ ORDER_SETTINGS = {"shortest": ("patience",)}
 """Settings, besides the name, of orders with fixed keys."""
 
 
-def order_of(config: SchedulingConfig) -> Order:
-    """Return the order that a resolved configuration names: one of ORDERS, or a custom order MODULE:FUNCTION.
-
-    Raises ConfigError when the order does not exist.
-    """
-    assert config.order is not None, "resolve the configuration first"
-    make = ORDERS.get(config.order)
-    return make(config) if make is not None else custom_order(config.order)
+def named_order(name: str, settings: OrderSettings) -> Order:
+    """Return an order by its name: one of ORDERS, or a custom order MODULE:FUNCTION. Raises ConfigError for others."""
+    make = ORDERS.get(name)
+    return make(settings) if make is not None else custom_order(name)
 
 
 def custom_order(name: str) -> Order:
@@ -86,32 +96,22 @@ def custom_order(name: str) -> Order:
     return order
 
 
-def release_of(config: SchedulingConfig, arrivals: Arrivals) -> Release:
-    """Create the release that a resolved configuration names, for one model with its arrivals.
-
-    Raises ValueError on settings that have no effect in the release, or that contradict the release.
-    """
-    assert config.release is not None, "resolve the configuration first"
-    size, (kind, _, static) = config.full_batch, config.release.partition(":")
-    if kind != "window" and config.window is not None:
-        raise ValueError(f"window has no effect under release {config.release}, only under window")
-    if config.window is not None and config.goes_by_times:
-        raise ValueError(f"window has no effect under order {config.order}, which considers all waiting requests")
-    if config.window is not None and config.window < size:
-        raise ValueError(f"window: {config.window} requests are fewer than a batch of {size}")
-    limit_s = math.inf if config.batch_wait_s is None else config.batch_wait_s
+def named_release(name: str, settings: ReleaseSettings, arrivals: Arrivals) -> Release:
+    """Create a release by its name, for one model with its arrivals. Raises ValueError on too large a static batch."""
+    kind, _, static = name.partition(":")
+    size, wait_s = settings.batch_size, settings.batch_wait_s
     if kind == "static" and int(static) > size:
-        raise ValueError(f"release {config.release}: a batch has at most {size} requests (--batch-size)")
+        raise ValueError(f"release {name}: a batch has at most {size} requests (--batch-size)")
     releases: dict[str, Callable[[], Release]] = {
         "window": lambda: Window(size),
         "full": lambda: Full(size),
         "static": lambda: Full(int(static)),
-        "timeout": lambda: Timeout(size, TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s),
+        "timeout": lambda: Timeout(size, TIMEOUT_S if wait_s is None else wait_s),
         "greedy": lambda: Greedy(size),
         "rate-headroom": lambda: Rate(
-            size, arrivals, config.rate_headroom, RATE_WAIT_S if config.batch_wait_s is None else config.batch_wait_s
+            size, arrivals, settings.rate_headroom, RATE_WAIT_S if wait_s is None else wait_s
         ),
         "deadline": lambda: Deadline(size),
-        "table": lambda: Table(size, limit_s),
+        "table": lambda: Table(size, math.inf if wait_s is None else wait_s),
     }
     return releases[kind]()
