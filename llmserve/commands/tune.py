@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     if recording.ended < LEAST:
         raise ConfigError(f"{args.journal} has {recording.ended} answers in that time; a replay needs {LEAST}")
     twin = Twin(recording, profile)
-    choice = choose(twin, args.goal, [*twin.candidates(), *twin.restarts()], left_out=recording.left_out)
+    choice = choose(twin, args.goal, twin.candidates(), left_out=recording.left_out)
     if args.json:
         print(msgspec.json.encode(choice).decode())
     else:

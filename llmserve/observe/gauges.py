@@ -14,8 +14,8 @@ from llmserve import __version__
 from llmserve.forecasts.saving import Saver
 from llmserve.live.driver import LiveCluster
 from llmserve.observe.energy import EnergyMeter
-from llmserve.scheduling.messages import DispatchSolved, Tuned
-from llmserve.settings.policies import named, order_settings, tuned
+from llmserve.scheduling.messages import DispatchSolved
+from llmserve.settings.policies import named, order_settings
 
 BINS_MIN = 8  # least number of bins for which accuracy is computed, even if fewer bins are in use
 EXPECTATIONS = {
@@ -241,27 +241,15 @@ class JobGauges:
 
 
 class OrderGauges:
-    """The order in force, and how often tuning has changed it."""
+    """order : the order in force, in words"""
 
     def __init__(self, cluster: LiveCluster) -> None:
-        self._configured = cluster.journal.header.scheduling
-        self._settings = order_settings(self._configured)
-        self._changes = 0
-
-    def follow(self, event: Tuned) -> None:
-        self._settings = order_settings(tuned(self._configured, event.settings))
-        self._changes += 1
-
-    @property
-    def order(self) -> str:
-        """The order in force, in words."""
-        return named(self._settings)
+        self.order = named(order_settings(cluster.journal.header.scheduling))
 
     def collect(self) -> Iterator[Metric]:
         order = GaugeMetricFamily("llmserve_order", "1 for the order in force", labels=["settings"])
         order.add_metric([self.order], 1.0)
         yield order
-        yield CounterMetricFamily("llmserve_order_changes", "Changes of the order by --tune", value=self._changes)
 
 
 class EnergyGauges:

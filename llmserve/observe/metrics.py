@@ -44,7 +44,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     SolveDispatch,
     StartBatch,
-    Tuned,
 )
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -154,8 +153,6 @@ class Metrics:
             self._engine_lost(event)
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
-        elif type(event) is Tuned:
-            self._order.follow(event)
         elif type(event) is EngineReady:  # the engine may list other models than before
             queues = set(self._cluster.fleet.queues)
             self._streams.keep(queues)

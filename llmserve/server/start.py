@@ -26,13 +26,9 @@ from llmserve.planning import group_plan
 from llmserve.planning.assignment import assign
 from llmserve.planning.regroup import Regrouper
 from llmserve.runtime.extras import need
-from llmserve.scheduling.choice.orders import FixedOrder
 from llmserve.server.reload import Reloader, plan_part
 from llmserve.settings.by_model import PREFIX, by_model
-from llmserve.settings.policies import PLANNED, SchedulingConfig
 from llmserve.settings.tree import Config
-from llmserve.simulation.twin.live import LiveTuning
-from llmserve.simulation.twin.tuner import STEPS_MAX, Tuner
 from llmserve.spelling import nearest
 from predictor.errors import PredictorError
 from predictor.forecaster import Forecaster, ForecasterByModel
@@ -68,8 +64,6 @@ def checked(config: Config) -> Config:
             scheduling.order,
         )
     config = msgspec.structs.replace(config, scheduling=scheduling)
-    if config.tuning.tune != "off":
-        _check_tuning(config, scheduling)
     if config.server.traces_sample:
         need("traces", "opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", why="traces_sample")
     if engines.replan_every_s is not None:
@@ -79,17 +73,6 @@ def checked(config: Config) -> Config:
     for kind in kinds_of(config):
         kind.check()
     return config
-
-
-def _check_tuning(config: Config, scheduling: SchedulingConfig) -> None:
-    """Raise ConfigError on settings with which the order cannot be tuned."""
-    goal = config.tuning.tune
-    if not isinstance(scheduling.named_order(), FixedOrder):
-        raise ConfigError(f"tune: order {scheduling.order} decides at the moment and cannot change while serving")
-    if scheduling.release in PLANNED:
-        raise ConfigError(f"tune: release {scheduling.release} follows plans, which a replay does not make")
-    if goal == "energy" and not config.dispatch.profile:
-        raise ConfigError("tune energy: the power of the engines is not known: give --profile")
 
 
 async def start_cluster(
@@ -116,9 +99,8 @@ async def start_cluster(
         replan=group_plan.replan_when(config),
         learnt=learnt.models,
     )
-    tunes = config.tuning.tune != "off"
     path = Path(config.server.journal) if config.server.journal else None
-    journal = Journal(header, path=path, **({"steps_max": STEPS_MAX} if tunes else {}))
+    journal = Journal(header, path=path)
     cluster = LiveCluster(
         header.scheduler(),
         engines,
@@ -139,23 +121,12 @@ async def start_cluster(
         stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learnt
         saver.start()
     stack.push_async_callback(cluster.close)
-    if tunes:
-        _start_tuning(config, cluster, stack)
     if groups:
         regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
         reloader.add(plan_part(regrouper))
     return cluster, gpus, saver
-
-
-def _start_tuning(config: Config, cluster: LiveCluster, stack: AsyncExitStack) -> None:
-    goal = config.tuning.tune
-    assert goal != "off", "tuning is off"
-    profile = by_model("profile", config.dispatch.profile).get("")
-    tuning = LiveTuning(Tuner(goal, cluster.journal, cluster.scheduler, profile), cluster.notify, cluster.now_s)
-    stack.push_async_callback(tuning.close)
-    tuning.start()
 
 
 @contextlib.asynccontextmanager

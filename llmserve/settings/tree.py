@@ -441,20 +441,6 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"probe_path: {self.probe_path!r} is not a path such as /health")
 
 
-class TuningConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Tuning of the order by the server's own past"""
-
-    tune: Annotated[
-        Literal["off", "mean", "p99", "deadlines", "energy"],
-        Meta(
-            description="change the order while serving, to the one that would have served the last minutes best: "
-            "least mean latency, p99 latency, share of late requests, or energy per token (with --profile). The p99 "
-            "latency stays within 1.10 of first come first served. A process of the lowest priority replays the last "
-            "minutes twice a minute"
-        ),
-    ] = "off"
-
-
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a server."""
 
@@ -465,7 +451,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prediction: PredictorConfig = PredictorConfig()
     limits: ApiConfig = ApiConfig()
     live: LiveConfig = LiveConfig()
-    tuning: TuningConfig = TuningConfig()
     jobs: JobsConfig = JobsConfig()
 
     @property
@@ -490,7 +475,6 @@ TITLES = {
     "prediction": "length prediction",
     "limits": "limits",
     "live": "timing",
-    "tuning": "tuning by the server's own past",
     "jobs": "batch jobs",
 }
 """Titles of the sections in the help."""

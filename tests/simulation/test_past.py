@@ -22,8 +22,8 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.twin.past import Past
+from llmserve.simulation.twin.replay import repeated
 from llmserve.simulation.twin.speed import costs_of
-from llmserve.simulation.twin.stretch import latest_alike, repeated
 
 HEADER = Header(SchedulingConfig().resolved(barrier=False))
 
@@ -125,20 +125,7 @@ def test_the_speed_of_an_engine_is_found(tmp_path: Path, barrier: bool) -> None:
     assert costs.step_s[2] == pytest.approx(times.step_s[1], rel=0.05)
 
 
-def test_a_stretch_ends_where_the_traffic_was_different() -> None:
-    """Ten minutes of short answers, then two minutes of long ones."""
-    past = Past(HEADER)
-    steps = [Step(0.0, EngineReady(EngineInfo("e", 100, False)), ())]
-    for number in range(720):
-        tokens = (10.0 if number < 600 else 40.0) * (1 + number % 7)
-        now_s = float(number)
-        steps.append(Step(now_s, RequestArrived(Request(number, tokens)), (start(number, now_s=now_s),)))
-        steps.append(Step(now_s, RequestEnded("e", number, "completed", tokens), ()))
-    recording = latest_alike(past.read(steps).recording())
-    assert 595.0 <= recording.requests[0].arrived_s <= 660.0
-
-
-def test_a_repeated_stretch_has_the_same_rate_and_the_same_requests() -> None:
+def test_a_repeated_recording_has_the_same_rate_and_the_same_requests() -> None:
     past = Past(HEADER)
     steps = [Step(0.0, EngineReady(EngineInfo("e", 100, False)), ())]
     for number in range(300):

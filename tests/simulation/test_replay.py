@@ -11,17 +11,12 @@ import pytest
 from llmserve import __main__ as command
 from llmserve.commands.simulate import Scenario, simulate
 from llmserve.errors import ConfigError
-from llmserve.live.journal import Header, Journal, read
-from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import Tuned
+from llmserve.live.journal import read
 from llmserve.settings.policies import SchedulingConfig
-from llmserve.simulation.cluster import SimulatedCluster
-from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.twin import replay
 from llmserve.simulation.twin.choice import P99_BOUND, choose
 from llmserve.simulation.twin.past import Past, Recording
 from llmserve.simulation.twin.replay import Twin
-from llmserve.simulation.twin.tuner import STEPS_MAX, Tuner, answer
 
 SCENARIO = Scenario(
     requests=1_500, load=0.95, lengths="lognormal:5,1.5", predictions="quantiles:0.6", slots=8, prefill_s=0.05
@@ -64,7 +59,7 @@ def test_batches_of_a_barrier_engine_are_replayed_and_other_releases_are_candida
     twin = Twin(recording, least=0)
     assert twin.replay(twin.present).latency_s.mean() == pytest.approx(twin.observed_mean_s, rel=0.02)
     one_bin = {"order": "fffs", "release": "greedy", "bins": 1}
-    assert one_bin in twin.restarts()
+    assert one_bin in twin.candidates()
     assert twin.replay(one_bin).latency_s.mean() > 1.2 * twin.observed_mean_s, "batches of mixed lengths take longer"
 
 
@@ -93,34 +88,6 @@ def test_goals_that_the_journal_does_not_show_are_an_error(tmp_path: Path) -> No
         choose(twin, "deadlines", twin.candidates(), left_out={})
     with pytest.raises(ConfigError, match="--profile"):
         choose(twin, "energy", twin.candidates(), left_out={})
-
-
-@pytest.mark.slow
-def test_the_same_tuner_tunes_a_simulated_server(tmp_path: Path) -> None:
-    """First come first served, heavy-tailed lengths, load 0.9: the shortest first is far better, at no worse p99."""
-    rng = np.random.default_rng(3)
-    count = 3_000
-    tokens = np.minimum(16_384, rng.lognormal(5.0, 1.5, count))
-    arrivals = np.cumsum(rng.exponential(float(tokens.mean()) * 0.01 / 8 / 0.9, count)).tolist()
-    header = Header(SchedulingConfig(order="fffs", queue_requests_max=10**6).resolved(barrier=False))
-    journal, scheduler = Journal(header, steps_max=STEPS_MAX), header.scheduler()
-    tuner = Tuner("mean", journal, scheduler)
-    asked_s = [0.0]
-
-    def tune(now_s: float, event: object, actions: object) -> None:
-        if now_s > asked_s[-1] + 300.0 and (question := tuner.question(now_s)) is not None:
-            asked_s.append(now_s)
-            tuned = tuner.take(answer(question))
-            if tuned is not None:
-                cluster.notify(tuned, now_s)
-
-    engine = StepEngine(EngineInfo("e", 8, False), tokens.tolist(), Costs.constant(0.01, 0.0, 8))
-    cluster = SimulatedCluster(scheduler, [engine], journal=journal, on_step=tune)
-    requests = [Request(number, float(length)) for number, length in enumerate(tokens)]
-    cluster.run(iter(zip(arrivals, requests, strict=True)))
-    assert tuner.replays >= 3
-    assert tuner.settings["order"] in ("shortest", "boost")
-    assert [step.event.settings for step in journal.steps if isinstance(step.event, Tuned)][-1] == tuner.settings
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The twin: the very scheduler, driven through the server's own last minutes under other settings."""
+"""The twin: the very scheduler, driven through the requests of a journal under other settings."""

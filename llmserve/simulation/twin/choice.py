@@ -2,9 +2,9 @@
 
 p99 bound   a candidate must keep the p99 latency within 1.10 of first come first served, and answer as many requests
 best        of those, the candidate of the least mean, p99, share of late requests, or energy per token
-margin      a server changes only if the best is better than the present settings by 2 % of first come first served, or
-            these exceed the bound; and only if so in the first half of the requests and in the second half, with the
-            best within the bound in both: what is noise seldom shows in both halves
+margin      another candidate is taken only if it is better than the present settings by 2 % of first come first
+            served, or these exceed the bound; and only if so in the first half of the requests and in the second half,
+            with the candidate within the bound in both: what is noise seldom shows in both halves
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """rows       of all candidates; the first is first come first served
     present    index of the settings in force; best : of the candidate that is best for the goal
-    take       index of the settings to be in force from now on: `best`, or `present`
+    take       index of the settings to be set: `best`, or `present`
     reason     in words
     requests   replayed; recorded : distinct ones; forecast : those of them whose real length is not known
     left_out   number of requests that cannot be replayed, by reason
@@ -126,7 +126,7 @@ def rows_of(outcomes: Sequence[Outcome], goal: Goal) -> tuple[Row, ...]:
 
 
 def _decide(twin: Twin, goal: Goal, rows: Sequence[Row], present: int, best: int) -> tuple[int, str]:
-    """(index of the settings to be in force from now on, the reason)."""
+    """(index of the settings to be set, the reason)."""
     now, other = rows[present], rows[best]
     if best == present:
         return present, f"{now.name} is the best"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -115,24 +115,13 @@ class _Engine:
 
 
 class Past:
-    """Reads the steps of a journal, from the first step or from a later one on.
+    """Reads the steps of a journal, from the first step on."""
 
-    engines   that were ready before the steps
-    settings  of the order, before the steps
-
-    A request that arrived before the steps is in no recording: such requests are longer than others.
-    """
-
-    def __init__(
-        self,
-        header: Header,
-        engines: Iterable[EngineInfo] = (),
-        settings: Mapping[str, str | float] | None = None,
-    ) -> None:
+    def __init__(self, header: Header) -> None:
         self._scheduling = header.scheduling
         self._groups = header.groups
-        self._settings = dict(settings or {})
-        self._engines = {engine.name: _Engine(engine) for engine in engines}
+        self._settings: Settings = {}
+        self._engines: dict[str, _Engine] = {}
         self._present: dict[int, PastRequest] = {}
         self._over: list[PastRequest] = []
         self._left_out: list[tuple[float, str]] = []

@@ -21,11 +21,11 @@ from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.report import Recorder, elapsed
 from llmserve.simulation.twin.past import PastRequest, Recording
 from llmserve.simulation.twin.speed import costs_of
-from llmserve.simulation.twin.stretch import repeated
 
 QUEUE_REQUESTS_MAX = 10**9  # a replay refuses no request: all candidates serve the same ones
 REPLAYED = 5_000  # requests: enough for a p99, and for queues to build up
 SAMPLE = 1_024  # forecasts that the first bin edges are fitted to
+BLOCK = 50  # requests that stay together in copies, so that bursts and their lengths stay what they are
 FIRST_COME: Settings = {"order": "fffs"}
 PATIENCES = (3.0, 6.0, 12.0, 20.0, 30.0, 40.0, 60.0, 90.0, 120.0, 200.0, 400.0)
 ORDERS: list[Settings] = [
@@ -33,12 +33,11 @@ ORDERS: list[Settings] = [
     Settings(order="boost"),
     *[Settings(order="shortest", patience=patience) for patience in PATIENCES],
 ]
-"""Candidates that a server may change to while it serves."""
-RESTARTS: list[Settings] = [
+RELEASES: list[Settings] = [
     *[Settings(release="greedy", bins=bins) for bins in (1, 4, 8)],
     Settings(release="window", bins=1),
 ]
-"""Candidates for engines that run batches to their end; a change needs a restart."""
+"""Further candidates where engines run batches to their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Outcome:
 class Twin:
     """Replays one recording. profile : for the power of the engines; None: it is not known.
 
-    least       requests to replay (default: REPLAYED); a shorter recording is repeated (stretch.py)
+    least       requests to replay (default: REPLAYED); a shorter recording is repeated, see `repeated`
     whole       a twin of more requests, whose engines and lengths this one has; None: they are fitted to the recording
 
     costs       of each engine, by name; lengths : of requests whose real lengths are not known
@@ -156,14 +155,34 @@ class Twin:
         return float(np.nanmean(outcome.latency_s[: self.recorded][self._is_answered]))
 
     def candidates(self) -> list[Settings]:
-        """The candidates that a server can change to while it serves, the present settings among them."""
-        return [*ORDERS, *([self.present] if self.present not in ORDERS else [])]
-
-    def restarts(self) -> list[Settings]:
-        """Further candidates, for which the server would have to start again."""
+        """The orders, with the present settings among them, and the releases of barrier engines."""
+        orders = [*ORDERS, *([self.present] if self.present not in ORDERS else [])]
         if not all(engine.barrier for engine in self._recording.engines):
-            return []
-        return [{**self.present, **settings} for settings in RESTARTS]
+            return orders
+        return [*orders, *({**self.present, **settings} for settings in RELEASES)]
+
+
+def repeated(recording: Recording, least: int) -> list[tuple[float, int]]:
+    """(arrival, index of the request) of the recording's requests, and of copies of them up to `least` in all.
+
+    A short recording says little about waiting: queues have no time to build up. In the copies, which are the same for
+    the same recording, blocks of requests have changed places.
+    """
+    requests = recording.requests
+    arrivals_s = np.array([past.arrived_s for past in requests])
+    count = len(requests)
+    gaps_s = np.diff(arrivals_s, prepend=arrivals_s[0])
+    gaps_s[0] = max(0.0, recording.until_s - float(arrivals_s[-1]))  # the time after the last arrival belongs to a copy
+    result = [(float(at_s), index) for index, at_s in enumerate(arrivals_s)]
+    rng = np.random.default_rng(0)
+    starts = np.arange(0, count, BLOCK)
+    at_s = float(arrivals_s[-1])
+    while len(result) < least:
+        order = np.concatenate([np.arange(start, min(start + BLOCK, count)) for start in rng.permutation(starts)])
+        times_s = at_s + np.cumsum(gaps_s[order])
+        result += zip(times_s.tolist(), order.tolist(), strict=True)
+        at_s = float(times_s[-1])
+    return result[: max(least, count)]
 
 
 def _engine(info: EngineInfo, tokens: Sequence[float], costs: Costs) -> StepEngine:
