@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from front import StartFront, until
-from test_energy import profile
+from observe.test_energy import profile
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live.journal import Step
