@@ -7,14 +7,13 @@ for KEPT_S, so that many streams that ask at once, and many refusals, cost one s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.request import Request
-from llmserve.scheduling.choice.orders import FixedOrder, Order
 from llmserve.scheduling.fair import Share, dealt
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.queues.model_queues import ModelQueues
@@ -126,7 +125,7 @@ class Places:
         within a share formed batches, then the bins.
         """
         formed = [queued for batch in queues.formed.batches() for queued in batch.requests.values()]
-        turn = turn_under(self._scheduler.order)
+        turn = self._scheduler.order.turn
         in_bins = [queued for queue in queues.bins for queued in queue]
         of_shares: dict[Share, list[QueuedRequest]] = {}
         for queued in (*formed, *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id))):
@@ -173,8 +172,3 @@ class Places:
         if rounds and not queues.service.answers:  # how long an answer takes is not known
             return None
         return ends_s[place] + rounds * queues.service.tokens_mean * queues.service.seconds_per_token
-
-
-def turn_under(order: Order) -> Callable[[QueuedRequest], float]:
-    """The key by which requests that are in no batch yet go, at least roughly: of an order of the moment, deadlines."""
-    return order.turn if isinstance(order, FixedOrder) else (lambda queued: queued.deadline_s)

@@ -58,7 +58,7 @@ class LineDoor:
         if account is None:
             return 0.0
         line = Request(0, model=model, share=self._share(account), weight=account.policy.weight)
-        return self._cluster.scheduler.background.tokens_per_s(line)
+        return self._cluster.scheduler.batch_lane.tokens_per_s(line)
 
     async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
         """What these lines will take, by what the server knows of prompts, answers, prices and energy."""

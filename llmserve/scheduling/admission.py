@@ -9,6 +9,7 @@ from llmserve.scheduling.circuit import Faults
 from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.groups import RequestBook
+from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import FailReason
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.reserve import Reserve
@@ -17,9 +18,9 @@ from llmserve.scheduling.reserve import Reserve
 class Admission:
     """Lets requests wait in the queues, or says why not.
 
-    awaits              whether an engine that is down, and may serve the model, is expected in the group
-    queue_requests_max  requests that may wait in a group; lines of jobs have a limit of their own, as large
-    reserves            by the shares that compete for the engines
+    awaits    whether an engine that is down, and may serve the model, is expected in the group
+    limits    lines of jobs have a limit of their own, as large as that of online requests
+    reserves  by the shares that compete for the engines
     """
 
     def __init__(
@@ -28,10 +29,10 @@ class Admission:
         awaits: Callable[[str, Group], bool],
         forming: Forming,
         faults: Faults,
-        queue_requests_max: int,
+        limits: Limits,
     ) -> None:
         self._book, self._awaits, self._forming, self._faults = book, awaits, forming, faults
-        self._queue_requests_max = queue_requests_max
+        self._limits = limits
         self.reserves: dict[FairShares, Reserve] = {}
 
     def refusal(self, request: Request, group: Group, waiting: int) -> FailReason | None:
@@ -48,7 +49,7 @@ class Admission:
             return "no_engine"
         if request.deadline_s is not None and request.deadline_s <= self._book.now_s:
             return "deadline_exceeded"
-        full = waiting >= self._queue_requests_max
+        full = waiting >= self._limits.queue_requests_max
         if full and (request.background or not refuse_holder(request, group, self._book)):
             return "queue_full"
         return None
@@ -91,7 +92,7 @@ class Admission:
             wanted, _ = self.held(group, queues)
         reserve = self.reserves.get(queues.fair)
         if reserve is None:
-            reserve = self.reserves[queues.fair] = Reserve(self._forming.line_stops)
+            reserve = self.reserves[queues.fair] = Reserve(self._limits.item_stops)
         reserve.arrived(self._book.now_s, wanted)
 
 

@@ -10,8 +10,6 @@ from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
 
-Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
-
 SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
 
 
@@ -156,11 +154,10 @@ class Forming:
 
     batch_size  largest batch
     draining    whether arrivals have ended, so that bins wait for no further requests
-    line_stops  share of online requests that may stop a line of a job
     """
 
-    def __init__(self, batch_size: int, line_stops: float) -> None:
-        self.batch_size, self.line_stops = batch_size, line_stops
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.draining = False
         self._batch_ids = count(1)
 
@@ -191,8 +188,6 @@ class Forming:
         may have formed.
         """
         tally = group.tally
-        if not tally.held_back:
-            return False
         alone = [q for q in tally.queues.values() if q.model in tally.held_back and self.forms_early(q)]
         for queues in alone:
             del tally.held_back[queues.model]

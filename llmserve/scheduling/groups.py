@@ -20,12 +20,13 @@ import msgspec
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.batch_times import Deadlines, Timetable
-from llmserve.scheduling.choice.orders import MomentOrder, Order
+from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
+from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
 from llmserve.scheduling.queues.model_queues import ModelQueues, count_lines
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run, turn_of_arrival
@@ -201,29 +202,18 @@ class RequestBook:
     now_s, actions  time of the step in progress, and the actions decided in it
 
     forming      how bins release batches; order : which batch runs next; times : how long batches take
-    retries_max  how often a request may run again after its engine failed before the first byte
-    engine_wait_s  how long a request waits for a working engine
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        forming: Forming,
-        order: Order,
-        times: Timetable,
-        retries_max: int,
-        engine_wait_s: float,
-    ) -> None:
+    def __init__(self, groups: Groups, forming: Forming, order: Order, times: Timetable, limits: Limits) -> None:
         self.by_id: dict[int, QueuedRequest] = {}
         self.touched: dict[str, Group] = {}
         self.deadlines = Deadlines(self._late_at_s)
         self.helpless = Deadlines(self._gives_up_at_s)
-        self._engine_wait_s = engine_wait_s
+        self._limits = limits
         self._groups = groups
         self._forming = forming
-        self._preempts = isinstance(order, MomentOrder) and order.preempts
-        self._times = times if isinstance(order, MomentOrder) else None
-        self._retries_max = retries_max
+        self._preempts = order.preempts
+        self._times = times if order.by_times else None
         self.now_s = 0.0
         self.actions: list[Action] = []
 
@@ -248,7 +238,7 @@ class RequestBook:
     def _gives_up_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
         """When the request has waited long enough for a working engine; None: it has one."""
         since_s = self.queues_of(queued).no_engine_since_s
-        return None if since_s is None else max(since_s, queued.arrived_at_s) + self._engine_wait_s
+        return None if since_s is None else max(since_s, queued.arrived_at_s) + self._limits.engine_wait_s
 
     def next_late_at_s(self) -> float | None:
         """Earliest time at which a waiting request may fail; None: none can."""
@@ -364,7 +354,7 @@ class RequestBook:
         again = []
         for queued in [run.queued for run in runs]:
             self.count_as_online(queued)
-            if queued.retries >= self._retries_max:
+            if queued.retries >= self._limits.retries_max:
                 self.fail(queued, reason)
             else:
                 queued.retries += 1

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from llmserve.request import Request
 from llmserve.scheduling.admission import Admission
-from llmserve.scheduling.choice.background import Background
-from llmserve.scheduling.choice.batch_times import Timetable
-from llmserve.scheduling.choice.orders import MomentOrder, Order
+from llmserve.scheduling.choice.batch_lane import BatchLane
+from llmserve.scheduling.choice.dispatch import Dispatch
+from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EngineState, Worker
-from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
+from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -51,27 +51,8 @@ from llmserve.scheduling.messages import (
     Tuned,
 )
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
-from llmserve.scheduling.queues.waiting import FormedBatch, refund
+from llmserve.scheduling.queues.waiting import FormedBatch, Run, refund
 from llmserve.scheduling.rates import GroupRates
-
-
-class Dispatcher(Protocol):
-    """Starts batches on engines (choice/dispatch.py). actions : of the step in progress; the dispatcher appends."""
-
-    forming: Forming
-    times: Timetable
-    order: Order
-    actions: list[Action]
-
-    def settle(self, group: Group, now_s: float) -> list[float]: ...
-
-    def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None: ...
-
-    def start_aside(
-        self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, now_s: float
-    ) -> None: ...
-
-    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None: ...
 
 
 class Scheduler:
@@ -80,43 +61,34 @@ class Scheduler:
     wake_at_s  latest time for the next TimerFired; None: no timer is needed before the next event
     preempts   whether the order preempts, so that AnswerBegan events are needed
 
-    new_queues          makes a model's queues in a group
-    order               which batch runs next
-    dispatch            starts batches on engines by that order
-    circuit             makes a circuit breaker for a new engine
-    plan                the first plan of serving groups; (): one group serves all
-    rates               when set, another plan is asked for (PlanGroups) when arrival rates have changed
-    queue_requests_max  requests that may wait in a group; further requests are refused with `queue_full`
-    retries_max         how often a request may run again after its engine failed before the first byte
-    engine_wait_s       how long a request waits for a working engine before it fails with `no_engine`
+    new_queues  makes a model's queues in a group
+    dispatch    starts batches on engines, by an order
+    circuit     makes a circuit breaker for a new engine
+    plan        the first plan of serving groups; (): one group serves all
+    rates       when set, another plan is asked for (PlanGroups) when arrival rates have changed
     """
 
     def __init__(
         self,
         *,
         new_queues: Callable[[str, str, Tally], ModelQueues],
-        order: Order,
-        dispatch: Dispatcher,
+        dispatch: Dispatch,
         circuit: Callable[[], Circuit],
+        limits: Limits,
         plan: tuple[ServingGroup, ...] = (),
         rates: GroupRates | None = None,
-        queue_requests_max: int = 100_000,
-        retries_max: int = 2,
-        engine_wait_s: float = 30.0,
     ) -> None:
         self.groups = Groups(lambda name: Group(name, new_queues), plan)
         self.wake_at_s: float | None = None
-        self.preempts = isinstance(order, MomentOrder) and order.preempts
+        self.preempts = dispatch.order.preempts
         self._dispatch = dispatch
-        self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max, engine_wait_s)
+        self._book = RequestBook(self.groups, dispatch.forming, dispatch.order, dispatch.times, limits)
         self.requests, self.engines = self._book.by_id, self.groups.engines
         self._engines = EngineBook(self.groups, self._book, circuit)
         self._faults = Faults(lambda name: self.engines[name].circuit)
         self._rates = rates
-        self._admission = Admission(
-            self._book, self._engines.awaits, dispatch.forming, self._faults, queue_requests_max
-        )
-        self.background = Background(self.groups, self._book, dispatch, self._admission)
+        self._admission = Admission(self._book, self._engines.awaits, dispatch.forming, self._faults, limits)
+        self.batch_lane = BatchLane(self.groups, self._book, dispatch, self._admission, limits.item_stops)
         self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first of each is being solved
         self._now_s = 0.0
         self._actions: list[Action] = []
@@ -162,7 +134,7 @@ class Scheduler:
 
     def has(self, request_id: int) -> bool:
         """Whether the request waits or runs, as a line of a job or online."""
-        return request_id in self.requests or request_id in self.background.waiting
+        return request_id in self.requests or request_id in self.batch_lane.waiting
 
     # ---- entry point ------------------------------------------------------------------------------------------
 
@@ -181,15 +153,15 @@ class Scheduler:
 
     def _settle(self) -> None:
         """After every event: fail late requests, start batches, ask for new plans, and set `wake_at_s`."""
-        if self.background.waiting:
-            self.background.hurry()
+        if self.batch_lane.waiting:
+            self.batch_lane.promote_due()
         if self._book.deadlines.next_at_s is not None:
             self._book.fail_late()
         for group in self._book.touched.values():
             if group.pool.resting:
                 group.pool.look_at_rests(self._now_s)
-            dues_s = self._dispatch.settle(group, self._now_s)
-            self.background.settle(group)
+            dues_s = self._dispatch.dispatch(group, self._now_s)
+            self.batch_lane.dispatch(group)
             if not group.present:
                 group.rate.idle()
             if group.planned:
@@ -200,8 +172,8 @@ class Scheduler:
         if self.groups.only is None:
             self.groups.drop_empty()
         self.wake_at_s = next_wake_s(self._book.next_late_at_s(), self.groups, self._rates)
-        if self.background.waiting:
-            self.wake_at_s = self.background.next_wake_s(self.wake_at_s)
+        if self.batch_lane.waiting:
+            self.wake_at_s = self.batch_lane.next_wake_s(self.wake_at_s)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -211,18 +183,18 @@ class Scheduler:
         if self._rates is not None:
             self._rates.observe(request.stream, request.model)
         group = self.groups.only or self.groups.group_for(request)
-        waiting = len(self.background.waiting) if request.background else group.tally.waiting
+        waiting = len(self.batch_lane.waiting) if request.background else group.tally.waiting
         if (refusal := self._admission.refusal(request, group, waiting)) is not None:
             self._book.report_failed(request.id, refusal, group)
         elif request.background:
-            self.background.arrive(request)
+            self.batch_lane.arrive(request)
         else:
             self._admission.enter(request, group)
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is None or queued.cancelled:
-            self.background.remove(event.request_id)
+            self.batch_lane.remove(event.request_id)
             return  # the request ended or was refused before its cancellation arrived
         self._book.touch(self._book.group_of(queued))
         if queued.run is not None:
@@ -247,40 +219,50 @@ class Scheduler:
         if run is None:  # stale: the engine was lost in between, and the request was requeued or has ended
             return
         queued = run.queued
-        if event.fault:
-            self._judged(self._faults.failed(event.engine, queued, self._now_s))
-        elif event.outcome != "cancelled" and not event.refused:
-            self._judged(self._faults.answered(event.engine, (queued,), self._now_s))
-            if engine.rests:
-                engine.rests.answered(queued.request.model, run.started_at_s)
+        self._judge(event, engine, run)
         if event.rest_s is not None:
             engine.rests.refused(queued.request.model, event.rest_s, run.started_at_s, self._now_s)
             group.pool.resting[event.engine] = engine
         engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
-        if event.refused and event.retryable and not queued.cancelled:
-            self._book.run_elsewhere(run)
+        if queued.cancelled:
+            self._finish(event, engine, run)
+        elif event.retryable and (event.refused or event.fault):
+            if event.refused:
+                self._book.run_elsewhere(run)
+            else:
+                self._book.run_again([run], "engine_failed", avoid=event.engine)
             refund((run,))
             self._book.place_again([queued])
-        elif event.fault and event.retryable and not queued.cancelled:
-            self._book.run_again([run], "engine_failed", avoid=event.engine)
-            refund((run,))
-            self._book.place_again([queued])
-        elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
-            waits = self.background if queued.request.background and not engine.info.barrier else self._book
+        elif event.outcome == "cancelled" and run.stopping:
+            waits = self.batch_lane if queued.request.background and not engine.info.barrier else self._book
             waits.wait_again(queued)
             refund((run,))
         else:
-            ran_s = math.inf if event.outcome == "completed" else self._now_s - run.started_at_s
-            self._book.queues_of(queued).settle(queued, event.output_tokens, ran_s)
-            self._book.end((run,))
-            if event.outcome == "completed":
-                self._book.record_answers((run,), {event.request_id: event.output_tokens})
-                if engine.info.speeds:
-                    self._book.record_pace(engine, run, run.concurrency, event.output_tokens)
+            self._finish(event, engine, run)
         self._freed(engine)
 
-    def _judged(self, changed: Iterable[str]) -> None:
+    def _judge(self, event: RequestEnded, engine: EngineState, run: Run) -> None:
+        """Let the engine's circuit and rests learn how a request has ended."""
+        if event.fault:
+            self._report(self._faults.failed(event.engine, run.queued, self._now_s))
+        elif event.outcome != "cancelled" and not event.refused:
+            self._report(self._faults.answered(event.engine, (run.queued,), self._now_s))
+            if engine.rests:
+                engine.rests.answered(run.queued.request.model, run.started_at_s)
+
+    def _finish(self, event: RequestEnded, engine: EngineState, run: Run) -> None:
+        """Forget a request that runs no more, and learn from its answer."""
+        completed = event.outcome == "completed"
+        ran_s = math.inf if completed else self._now_s - run.started_at_s
+        self._book.queues_of(run.queued).settle(run.queued, event.output_tokens, ran_s)
+        self._book.end((run,))
+        if completed:
+            self._book.record_answers((run,), {event.request_id: event.output_tokens})
+            if engine.info.speeds:
+                self._book.record_pace(engine, run, run.concurrency, event.output_tokens)
+
+    def _report(self, changed: Iterable[str]) -> None:
         """Report the circuits that a fault or an answer has changed. changed : names of their engines"""
         for name in changed:
             self._engines.report_circuit(name)
@@ -290,7 +272,7 @@ class Scheduler:
         if engine is None:
             return
         ended = [run for run in engine.running.values() if run.batch_id == event.batch_id]
-        self._judged(self._faults.answered(event.engine, [run.queued for run in ended], self._now_s))
+        self._report(self._faults.answered(event.engine, [run.queued for run in ended], self._now_s))
         if ended:
             if engine.rests:
                 engine.rests.answered(ended[0].queued.request.model, ended[0].started_at_s)
@@ -337,7 +319,7 @@ class Scheduler:
 
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._dispatch.forming.draining = True
-        self.background.fail("draining")
+        self.batch_lane.fail("draining")
         for group in self.groups:
             self._book.touch(group)
             for queues in group.queues.values():
@@ -345,11 +327,11 @@ class Scheduler:
 
     def _on_forecasts_revised(self, event: ForecastsRevised) -> None:
         self._book.revise(event.changes)
-        self.background.revise(event.changes)
+        self.batch_lane.revise(event.changes)
 
     def _on_timer_fired(self, event: TimerFired) -> None:
         for group in self.groups:
-            if self.background.waiting or (group.wake_at_s is not None and group.wake_at_s <= self._now_s):
+            if self.batch_lane.waiting or (group.wake_at_s is not None and group.wake_at_s <= self._now_s):
                 self._book.touch(group)
         self._book.fail_helpless()
 
@@ -389,7 +371,7 @@ class Scheduler:
         self._book.place_again(list(self.requests.values()))
 
 
-def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch: Dispatcher) -> None:
+def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch: Dispatch) -> None:
     """Start the batch for which the worker is reserved, if it is idle; or give the batch up, if it would wait in vain.
 
     The requests that do not start wait in their bin, or in another group.

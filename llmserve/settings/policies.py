@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.risk import risk
-from llmserve.scheduling.choice.dispatch import Dispatch
-from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR, FixedOrder, MomentOrder, Order, fffs
+from llmserve.scheduling.choice.dispatch import Dispatch, FixedDispatch
+from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR, FixedOrder, Order
+from llmserve.scheduling.choice.preemption import MomentDispatch
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.lengths import Learnt, SeenLengths
+from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
@@ -228,23 +230,35 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, barrier: bool) -> SchedulingConfig:
         """Fill in the unset settings with the defaults for barrier engines, or for engines whose slots refill."""
-        bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
-        sets_bins = bins is not None or self.edges_by == "answers"
-        late = self.goes_by_times
-        waits = self.release not in (None, "greedy", "timeout", "window")
-        defaults = DEFAULTS[MOMENT if late else BARRIER if barrier else COMPANY if waits else REFILL]._asdict()
-        if sets_bins and not late:
+        kind = self._kind(barrier)
+        defaults: dict[str, str | int | float] = DEFAULTS[kind]._asdict()
+        if kind != MOMENT and (self._bins_set is not None or self.edges_by == "answers"):
             defaults["release"] = "greedy"
-        needs_no_bins = self.order == "clockwork" or (not late and (self.release or defaults["release"]) == "window")
-        defaults["bins"] = bins or (1 if needs_no_bins else BINS)
-        defaults |= {"patience": PATIENCE} | ({"order": "shortest"} if self.patience is not None else {})
+        if self.patience is not None:
+            defaults["order"] = "shortest"
+        has_windows = kind != MOMENT and (self.release or defaults["release"]) == "window"
+        defaults["bins"] = self._bins_set or (1 if has_windows or self.order == "clockwork" else BINS)
+        defaults["patience"] = PATIENCE
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
+
+    def _kind(self, barrier: bool) -> str:
+        """The kind of engines and policies whose defaults apply."""
+        if self.goes_by_times:
+            return MOMENT
+        if barrier:
+            return BARRIER
+        return REFILL if self.release in (None, "greedy", "timeout", "window") else COMPANY
+
+    @property
+    def _bins_set(self) -> int | None:
+        """The number of bins that the settings ask for; None: they do not say."""
+        return len(self.edges) + 1 if self.bins is None and self.edges is not None else self.bins
 
     @property
     def goes_by_times(self) -> bool:
         """Whether the order depends on the duration of batches on each engine."""
-        return self.order is not None and isinstance(self.named_order(), MomentOrder)
+        return self.order is not None and self.named_order().by_times
 
     def named_order(self) -> Order:
         """The order that a resolved configuration names. Raises ConfigError when the order does not exist."""
@@ -311,12 +325,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
         """
         assert self.order is not None, "resolve the configuration first"
-        dispatch = Dispatch(
-            order or self.named_order(),
-            self.full_batch,
-            lambda chosen: tuned(self, chosen).named_order(),
-            line_stops=self.line_stops,
-        )
+        dispatch = self._dispatch(order or self.named_order())
         self.queues("", scores, lengths, order=dispatch.order, release=release)  # raises errors before any request
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(
@@ -329,15 +338,17 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
                 tally=tally,
                 learnt=learnt.get(model, NOTHING_LEARNT),
             ),
-            order=dispatch.order,
             dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
+            limits=Limits(self.queue_requests_max, self.retries_max, self.engine_wait_s, self.line_stops),
             plan=plan,
             rates=rates,
-            queue_requests_max=self.queue_requests_max,
-            retries_max=self.retries_max,
-            engine_wait_s=self.engine_wait_s,
         )
+
+    def _dispatch(self, order: Order) -> Dispatch:
+        if isinstance(order, FixedOrder):
+            return FixedDispatch(order, self.full_batch, lambda chosen: tuned(self, chosen).named_order())
+        return MomentDispatch(order, self.full_batch)
 
     def queues(
         self,
@@ -366,14 +377,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             planner=Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor)
             if isinstance(model_release, Planned) and lengths_seen is not None
             else None,
-            formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
+            formed=FormedQueue(order.batch_key),
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
-            follows_load=isinstance(order, FixedOrder) and order.follows_load,
+            follows_load=order.follows_load,
             group=group,
             tally=tally,
         )
@@ -400,7 +411,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _queue(self, order: Order) -> Callable[[int], BinQueue]:
         """Return the constructor of a bin's queue, by index."""
-        if not isinstance(order, FixedOrder):
+        if order.by_times:
             return DeadlineQueue
         if self.release != "window":
             return BinQueue

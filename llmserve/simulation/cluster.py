@@ -163,7 +163,7 @@ class SimulatedCluster:
         if flush:
             self._step(DrainRequested())
         self.advance(math.inf)
-        for waiting in (self.scheduler.background.waiting, self.scheduler.requests):  # lines first, or they would start
+        for waiting in (self.scheduler.batch_lane.waiting, self.scheduler.requests):  # lines first, or they would start
             for request_id in sorted(waiting):
                 self._step(RequestCancelled(request_id))
 

@@ -38,7 +38,7 @@ async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
         client = client_of(front.url)
         batch = await create(client, jsonl([request(number, max_tokens=LINE_TOKENS) for number in range(LINES)]))
         await until(lambda: engine.running == SLOTS)  # lines take every slot, and many more wait
-        assert len(front.cluster.scheduler.background.waiting) > SLOTS
+        assert len(front.cluster.scheduler.batch_lane.waiting) > SLOTS
         assert await begun_before(front, engine, "first") == 0, "it got the first slot that was free"
         for number in range(4):
             await asyncio.sleep(0.1)

@@ -458,8 +458,8 @@ class TimersAsRecorded:
         return self._scheduler.requests
 
     @property
-    def background(self) -> object:
-        return self._scheduler.background
+    def batch_lane(self) -> object:
+        return self._scheduler.batch_lane
 
     @property
     def wake_at_s(self) -> float | None:

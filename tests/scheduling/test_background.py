@@ -136,11 +136,11 @@ def test_surplus_costs_the_share_of_a_job_nothing() -> None:
 
 def test_the_rate_of_a_share_is_that_of_its_part_of_the_slots() -> None:
     driven = Driven(slots=4)
-    background = driven.scheduler.background
+    background = driven.scheduler.batch_lane
     assert background.tokens_per_s(line(0)) == 4 / SECONDS_PER_TOKEN
     driven.arrive(*[Request(id_, 100.0, share="chat") for id_ in range(5)])
     assert background.tokens_per_s(line(9)) == 2 / SECONDS_PER_TOKEN
-    assert Driven(slots=0).scheduler.background.tokens_per_s(line(0)) == 0.0
+    assert Driven(slots=0).scheduler.batch_lane.tokens_per_s(line(0)) == 0.0
 
 
 def test_lines_leave_the_slots_that_arrivals_were_seen_to_want() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from itertools import product
 
 from llmserve.request import EngineInfo
+from llmserve.scheduling.choice.candidates import Whose
 from llmserve.scheduling.choice.fixed_choice import FixedChoice
-from llmserve.scheduling.choice.moment_choice import MomentChoice, Whose
+from llmserve.scheduling.choice.moment_choice import MomentChoice
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups
@@ -108,6 +109,7 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
     if isinstance(choice, FixedChoice):
         _check_formed(choice, group, scheduler)
     else:
+        assert isinstance(choice, MomentChoice), f"{choice} chooses by no order"
         _check_idle(choice, group)
 
 

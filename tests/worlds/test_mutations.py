@@ -12,17 +12,20 @@ from worlds.run import Violation, judge
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.admission import Admission
-from llmserve.scheduling.choice.background import Background
+from llmserve.scheduling.choice.batch_lane import BatchLane
 from llmserve.scheduling.choice.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.choice.dispatch import Dispatch
 from llmserve.scheduling.choice.fixed_choice import FixedChoice
 from llmserve.scheduling.choice.moment_choice import MomentChoice
 from llmserve.scheduling.choice.orders import Candidate, Clockwork, Flex, Key
+from llmserve.scheduling.choice.preemption import MomentDispatch
+from llmserve.scheduling.choice.spare_choice import SpareChoice
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
+from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.formed_queue import FormedQueue
@@ -161,7 +164,7 @@ def a_freed_engine_is_not_kept_for_the_larger_batch(patch: Patch) -> None:
 
 
 def the_larger_batch_never_gets_the_freed_engine(patch: Patch) -> None:
-    patch.setattr(Dispatch, "start_reserved", lambda self, group, worker, now_s: None)
+    patch.setattr(MomentDispatch, "start_reserved", lambda self, group, worker, now_s: None)
 
 
 class AllThatWait(Flex):
@@ -204,8 +207,8 @@ def a_request_that_would_just_be_in_time_is_given_up(patch: Patch) -> None:
 def a_request_is_tried_once_more(patch: Patch) -> None:
     begin = Scheduler.__init__
 
-    def generous(self: Scheduler, **values: int) -> None:
-        begin(self, **{**values, "retries_max": values["retries_max"] + 1})  # type: ignore[arg-type]
+    def generous(self: Scheduler, limits: Limits, **values: object) -> None:
+        begin(self, **values, limits=limits._replace(retries_max=limits.retries_max + 1))  # type: ignore[arg-type]
 
     patch.setattr(Scheduler, "__init__", generous)
 
@@ -236,7 +239,7 @@ def a_request_waits_for_an_engine_as_long_again(patch: Patch) -> None:
 
     def wait_on(self: RequestBook, queued: QueuedRequest, now_s: float) -> float | None:
         at_s = gives_up_at_s(self, queued, now_s)
-        return None if at_s is None else at_s + self._engine_wait_s
+        return None if at_s is None else at_s + self._limits.engine_wait_s
 
     patch.setattr(RequestBook, "_gives_up_at_s", wait_on)
 
@@ -272,8 +275,8 @@ def stale_ends_are_believed(patch: Patch) -> None:
 def memory_stays_reserved(patch: Patch) -> None:
     remove = EngineState.remove
 
-    def keep(self: EngineState, runs: Collection[Run]) -> None:
-        remove(self, runs)
+    def keep(self: EngineState, runs: Collection[Run], now_s: float) -> None:
+        remove(self, runs, now_s)
         self.total_tokens += len(self.running) == 1
 
     patch.setattr(EngineState, "remove", keep)
@@ -293,24 +296,25 @@ def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
 
 
 def lines_do_not_look_who_waits(patch: Patch) -> None:
-    next_start = Background._next
+    next_start = SpareChoice._next
 
-    def blind(self: Background, group: Group) -> object:
-        queues, group.tally.queues = group.tally.queues, {}
+    def blind(self: SpareChoice) -> object:
+        tally = self._group.tally
+        queues, tally.queues = tally.queues, {}
         try:
-            return next_start(self, group)
+            return next_start(self)
         finally:
-            group.tally.queues = queues
+            tally.queues = queues
 
-    patch.setattr(Background, "_next", blind)
+    patch.setattr(SpareChoice, "_next", blind)
 
 
 def lines_wait_beside_idle_engines(patch: Patch) -> None:
-    patch.setattr(Background, "_beyond_reserve", lambda self, group, queues, engines: [])
+    patch.setattr(SpareChoice, "_beyond_reserve", lambda self, queues, engines: [])
 
 
 def the_ends_of_windows_are_not_watched(patch: Patch) -> None:
-    patch.setattr(Background, "next_wake_s", lambda self, at_s: at_s)
+    patch.setattr(BatchLane, "next_wake_s", lambda self, at_s: at_s)
 
 
 def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
@@ -374,11 +378,11 @@ def the_model_with_most_waiting_requests_goes_first(patch: Patch) -> None:
     def first(
         self: FixedChoice, startable: Sequence[ModelQueues]
     ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
-        with_some = [queues for queues in startable if queues.formed.first(self._set_aside) is not None]
+        with_some = [queues for queues in startable if queues.formed.first(self._skipped) is not None]
         if not with_some:
             return None, startable
         fullest = max(with_some, key=lambda queues: queues.waiting)
-        return (fullest, fullest.formed.first(self._set_aside)), ()
+        return (fullest, fullest.formed.first(self._skipped)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 

@@ -8,36 +8,32 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+from llmserve.scheduling.choice.choice import Choice, Start
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import FairShares, Share
-from llmserve.scheduling.group import Forming, Group, Start
-from llmserve.scheduling.memory import is_giant, is_large
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.memory import is_large
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 
 First = tuple[ModelQueues, FormedBatch]
 
 
-class FixedChoice:
+class FixedChoice(Choice):
     """Chooses the batches that start in one dispatch of a group, by a fixed order.
 
     Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
     for room blocks all engines that serve its model, so that large batches do not wait for ever; one that needs more
-    than its fair share of their memory blocks one of them, in turns (memory.py).
+    than its fair share of their memory blocks one of them, whose memory token the batch gets (memory.py).
     """
 
     def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
-        self._group = group
-        self._pool = group.pool
-        self._forming = forming
-        self._now_s = now_s
+        super().__init__(group, forming, now_s)
         self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
-        self._set_aside: set[FormedBatch] = set()  # batches that others may pass
-        self._alone = False  # nothing else can start
+        self._skipped: set[FormedBatch] = set()  # batches that others may pass
         self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
-        """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
         while self._pool.free and (startable := self._startable()):
             first, unformed = self._first(startable)
             if first is not None and unformed and self._form_older(unformed, first[1]):
@@ -55,45 +51,47 @@ class FixedChoice:
 
     def _begin_again(self, *, alone: bool = False) -> None:
         """Forget what cannot start: look-ahead places may be used, or fewer batches wait in front."""
-        self._set_aside, self._blocked, self._alone = set(), frozenset(), alone
+        self._skipped, self._blocked, self._alone = set(), frozenset(), alone
 
     def _begin_alone(self) -> bool:
-        """Try the batches that were set aside once more, now that no other can start. True at the first time."""
-        again = bool(self._set_aside) and not self._alone
+        """Try the skipped batches once more, now that no other can start. True at the first time."""
+        again = bool(self._skipped) and not self._alone
         if again:
             self._begin_again(alone=True)
         return again
 
     @property
     def recheck_at_s(self) -> float | None:
-        if not (self._set_aside or self._blocked or self._rechecks_s):
+        if not (self._skipped or self._blocked or self._rechecks_s):
             return None
         times_s: list[float | None] = [*self._rechecks_s]
-        for engine in self._pool.free.values() if self._set_aside or self._blocked else ():
+        for engine in self._pool.free.values() if self._skipped or self._blocked else ():
             times_s.append(engine.circuit.suspects_from_s)
-            if self._set_aside:
+            if self._skipped:
                 times_s += (engine.recheck_at_s(self._now_s), engine.turn.rests_until_s)
         return min([at_s for at_s in times_s if at_s is not None and at_s > self._now_s], default=None)
 
     # ---- batches that do not start ----
 
     def hold(self, queues: ModelQueues, batch: FormedBatch) -> None:
-        """Set a batch aside that cannot start now, or let it block engines, or both."""
+        """Skip a batch that cannot start now, or let it block engines, or both."""
         formed, model = queues.formed, queues.model
         if self.waits_for_another_engine(queues, batch):
-            self._set_aside.add(formed.set_apart(batch))
+            self._skipped.add(formed.set_apart(batch))
             return
-        engines = self._willing(queues, batch)
+        engines = self._willing(queues, batch, self._pool.free_for(model))
         modest = [engine for engine in engines if not is_large(batch.first, engine.info)]
         if len(modest) == len(engines):
             self._block(model, self._pool.free_for(model))
             return
         if formed.set_apart_large(batch):
-            self._set_aside.add(batch)
-            self._block(model, modest or self._in_turn(batch.first, engines))
+            self._skipped.add(batch)
+            self._block(model, modest or self._token_for(batch.first, engines))
 
-    def _in_turn(self, first: QueuedRequest, engines: Sequence[EngineState]) -> list[EngineState]:
-        """The engine that a request blocks in its turn; [] without a turn."""
+    def _token_for(self, first: QueuedRequest, engines: Sequence[EngineState]) -> list[EngineState]:
+        """Give a request that waits for memory the token of one of these engines. Returns the engine; []: no token is
+        free.
+        """
         open_ = [engine for engine in engines if engine.turn.is_open_to(first, self._now_s)]
         held = [engine for engine in open_ if engine.turn.holder is first]
         others = [engine for engine in open_ if engine.info.name not in self._blocked]
@@ -138,9 +136,9 @@ class FixedChoice:
                 next_shares = self._next_shares(startable)
             share = next_shares.get(queues.fair) if next_shares is not None else None
             only = queues.formed.only
-            batch = only[0][3] if only and share is None else queues.formed.first(self._set_aside, share)
+            batch = only[0][3] if only and share is None else queues.formed.first(self._skipped, share)
             if batch is None:
-                if share is None or queues.formed.first(self._set_aside) is None:
+                if share is None or queues.formed.first(self._skipped) is None:
                     unformed.append(queues)
             elif best is None or batch.key < key or (batch.key == key and batch.id < number):
                 best, key, number = (queues, batch), batch.key, batch.id
@@ -156,18 +154,18 @@ class FixedChoice:
                     queues.sort_again()
         chosen: dict[FairShares, Share] = {}
         for fair, members in competing.items():
-            for share in self._in_turn_of(fair, members):
-                formed = any(queues.formed.first(self._set_aside, share) is not None for queues in members)
+            for share in self._shares_in_order(fair, members):
+                formed = any(queues.formed.first(self._skipped, share) is not None for queues in members)
                 if formed or self._form_for(share, members):
                     chosen[fair] = share
                     break
         return chosen
 
-    def _in_turn_of(self, fair: FairShares, members: Sequence[ModelQueues]) -> Iterator[Share]:
+    def _shares_in_order(self, fair: FairShares, members: Sequence[ModelQueues]) -> Iterator[Share]:
         """The shares that compete, the least served first, after the last one if its next prompt begins as the last."""
         last = fair.last
         if last is not None and last.waiting and last.prefixes:
-            batches = [queues.formed.first(self._set_aside, last) for queues in members]
+            batches = [queues.formed.first(self._skipped, last) for queues in members]
             firsts = [batch.first.request for batch in batches if batch is not None]
             if any(last.goes_on(request.prompt_tokens, request.prefixes) for request in firsts):
                 yield last
@@ -176,7 +174,7 @@ class FixedChoice:
     def _form_for(self, share: Share, startable: Sequence[ModelQueues]) -> bool:
         """Form a batch with a request of the share, where the release allows as if no other batch had formed."""
         for queues in startable:
-            idle = self._idle(queues)
+            idle = self._idle(queues, self._blocked, queues.release.plans)
             for queue in queues.bins if idle is not None else ():
                 if queue.waits_here(share) and (size := self._forming.size(queues, queue, self._now_s, idle)):
                     self._forming.push(queues, queue, size, self._now_s)
@@ -230,71 +228,36 @@ class FixedChoice:
         """
         formed = queues.formed
         if formed:
-            others = [batch for batch in (*formed.returned, *formed.large) if batch not in self._set_aside]
+            others = [batch for batch in (*formed.returned, *formed.large) if batch not in self._skipped]
             if formed.has_fresh or not all(self._may_be_passed(queues, batch) for batch in others):
                 return None
-        return self._idle(queues)
+        return self._idle(queues, self._blocked, queues.release.plans)
 
-    def _idle(self, queues: ModelQueues) -> bool | None:
-        """`idle`, whatever has formed."""
-        idle = None
-        for engine in self._pool.free_for(queues.model, self._blocked):
-            has_room = engine.room > 0
-            if engine.running and (has_room or queues.release.plans):
-                return False
-            if has_room:
-                idle = True
-        return idle
+    def idle_after(self, queues: ModelQueues) -> bool | None:
+        self._skipped = set()
+        return self.idle(queues)
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
         """Whether no engine has room but those that failed the batch, while another works, and those on trial."""
         engines = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
-        willing = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
-        if not batch.avoid or not self._pool.others_work(batch.avoid, queues.model):
-            return bool(engines) and not willing
-        return all(engine.info.name in batch.avoid for engine in willing)
+        if self._willing(queues, batch, engines):
+            return False
+        return bool(engines) or (bool(batch.avoid) and self._others_work(queues, batch))
 
     def _may_be_passed(self, queues: ModelQueues, batch: FormedBatch) -> bool:
         if self.waits_for_another_engine(queues, batch):
             return True
-        return any(is_large(batch.first, engine.info) for engine in self._willing(queues, batch))
-
-    def _willing(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str] = ()) -> list[EngineState]:
-        """Engines, free or with look-ahead places, that may be given the batch. blocked : names of others"""
-        engines, avoid = self._pool.free_for(queues.model, blocked), batch.avoid
-        if avoid and self._pool.others_work(avoid, queues.model):
-            engines = [engine for engine in engines if engine.info.name not in avoid]
-        return [e for e in engines if e.circuit.closed or not e.circuit.refuses(batch, self._now_s)]
+        engines = self._willing(queues, batch, self._pool.free_for(queues.model))
+        return any(is_large(batch.first, engine.info) for engine in engines)
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
 
         Free slots come first. A look-ahead place at a busy engine is used only while at least as many formed requests
-        wait as there are engines, so that a slot that becomes free elsewhere still gets a request. The engine that
-        failed the batch is never chosen while another works.
+        wait as there are engines, so that a slot that becomes free elsewhere still gets a request.
         """
-        engines = self._willing(queues, batch, blocked)
-        free = [engine for engine in engines if engine.room > 0]
+        engines = self._willing(queues, batch, self._pool.free_for(queues.model, blocked))
+        free: Sequence[EngineState] = [engine for engine in engines if engine.room > 0]
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
-        first, per_token_s = batch.first, queues.service.seconds_per_token
-        fitting = [
-            engine
-            for engine in free
-            if engine.fits(first, self._now_s, per_token_s)
-            and (not is_giant(first, engine.info) or self._may_start(first, engine))
-        ]
-        if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
-            fitting = [engine for engine in fitting if engine.running] or fitting
-        if len(fitting) <= 1:
-            return fitting[0] if fitting else None
-        return self._pool.preferred(fitting, first.request.prefixes)
-
-    def _may_start(self, first: QueuedRequest, engine: EngineState) -> bool:
-        """Whether the engine's memory, which a giant request fits, is the request's now."""
-        return engine.turn.is_open_to(first, self._now_s) or (self._alone and not engine.running)
-
-    def idle_after(self, queues: ModelQueues) -> bool | None:
-        """`idle` after all possible starts."""
-        self._set_aside = set()
-        return self.idle(queues)
+        return self._best_for(queues, batch.first, free)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import Share, dealt
@@ -147,9 +148,16 @@ class FixedOrder:
     follows_load  whether both go by what scheduling/load.py tells requests: they are sorted again as that changes
     """
 
+    by_times: ClassVar[bool] = False  # see MomentOrder
+    preempts: ClassVar[bool] = False
+
     key: Callable[[FormedBatch], float]
     turn: Callable[[QueuedRequest], float]
     follows_load: bool = False
+
+    @property
+    def batch_key(self) -> Callable[[FormedBatch], float]:
+        return self.key
 
 
 def fffs(batch: FormedBatch) -> float:
@@ -259,9 +267,23 @@ class MomentOrder:
     """An order that decides when an engine is free, for that engine. A candidate without a key is not started.
 
     Its requests wait by deadline. It may preempt batches of barrier engines for candidates that are worth more.
+
+    by_times      whether the order goes by how long batches take on each engine
+    preempts      whether it preempts
+    follows_load  see FixedOrder
     """
 
+    by_times: ClassVar[bool] = True
+    follows_load: ClassVar[bool] = False
     preempts: bool = False
+
+    def batch_key(self, batch: FormedBatch) -> float:
+        """Where the batch stands among the formed batches of its model."""
+        return fffs(batch)
+
+    def turn(self, queued: QueuedRequest) -> float:
+        """Where a request stands that is in no batch yet, at least roughly: for positions in the queue."""
+        return queued.deadline_s
 
     def key(self, candidate: Candidate, now_s: float) -> Key | None:
         """The key of a composed candidate; None: the candidate shall not run on its engine now."""

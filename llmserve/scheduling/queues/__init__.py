@@ -1,8 +1,9 @@
 """Where requests and batches wait.
 
-deadline_queue : A queue by deadline, and the batches of it that can be in time (Shepherd, Section 5.2 and Appendix C)
+deadline_queue : a bin by deadline, and the batches of it that can be in time (Shepherd, Section 5.2 and Appendix C)
 formed_queue   : the formed batches of one model
+item_queue     : waiting items of batch jobs
 model_queues   : waiting requests of one model in one group, and its answer lengths
-waiting        : where requests wait
-window_queue   : windows
+waiting        : requests, bins and formed batches
+window_queue   : a bin whose batches are neighbours by length
 """

@@ -150,6 +150,12 @@ class ModelQueues:
         """Expected output tokens of a choice; None while predictions are not trusted."""
         return request.expected_tokens if self.trust.trusted else None
 
+    def queued_apart(self, request: Request, share: Share, now_s: float) -> QueuedRequest:
+        """A request that starts at once, without a place in the queues, and teaches nothing about arrivals."""
+        queued = _queued(self, request, 0, _score(self, request), self.forecast(request), now_s)
+        queued.bin, queued.share = self._index_of(queued), share
+        return queued
+
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch of such requests as waiting, until it starts."""
         self.formed.hold(batch)
@@ -364,10 +370,3 @@ def count_lines(queues: ModelQueues, more: int) -> None:
     """Count lines of a model that have started, or run as lines no more."""
     queues.lines += more
     queues.tally.lines += more
-
-
-def aside(queues: ModelQueues, request: Request, share: Share, now_s: float) -> QueuedRequest:
-    """A request that starts at once, without a place in the queues, and teaches nothing about arrivals."""
-    queued = _queued(queues, request, 0, _score(queues, request), queues.forecast(request), now_s)
-    queued.bin, queued.share = queues._index_of(queued), share
-    return queued

@@ -1,0 +1,282 @@
+"""Items of batch jobs: they take the slots that online requests leave.
+
+An item waits apart from the queues of its model until one of these:
+
+    it starts      a slot is free, no waiting request could take the slot, and the reserve stays free (spare_choice.py).
+                   What nobody else wanted costs the item's share nothing.
+    it is due      its latest start has come by the forecasts. From now on it is an online request of its share.
+    it is late     its window has closed.
+
+The latest start of an item is the end of its window less the time that the item takes alone, if it is as long as its
+forecast allows. An item is also due when it and all items before it, and the rest of its job, would end after its
+window at the share's present slots: those that the share would get if all shares that wait now went on waiting.
+
+An online request that finds no slot stops the item that has begun last, for that item has least to lose (--line-stops).
+The stopped item waits again, as the first of its window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, takewhile
+
+import msgspec
+
+from llmserve.request import Request
+from llmserve.scheduling.admission import Admission
+from llmserve.scheduling.choice.dispatch import Dispatch
+from llmserve.scheduling.choice.spare_choice import SpareChoice
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.group import Group
+from llmserve.scheduling.groups import Groups, RequestBook
+from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
+from llmserve.scheduling.queues.item_queue import ITEM_S_LEAST, ItemQueue, Row, forecast_tokens, most_tokens
+from llmserve.scheduling.queues.model_queues import ModelQueues, count_lines
+from llmserve.scheduling.queues.waiting import QueuedRequest, Run
+
+LOOK_S, LOOKS_LEAST = 1.0, 16.0  # items that have arrived are looked at within so long, or this part of their windows
+NO_ENGINE_S = 1.0  # how often to look whether an engine works again
+KNOWN_SHARE = 0.25  # of what is left of a window: the rate of items must be known for so long
+
+
+class BatchLane:
+    """The items of batch jobs, from their arrival until each starts, waits as an online request, or fails.
+
+    waiting     the waiting items, by id
+    item_stops  as in Limits
+    """
+
+    def __init__(
+        self, groups: Groups, book: RequestBook, dispatch: Dispatch, admission: Admission, item_stops: float
+    ) -> None:
+        self._groups, self._book, self._dispatch, self._admission = groups, book, dispatch, admission
+        self._items = ItemQueue()
+        self.waiting: Mapping[int, object] = self._items.waiting
+        self._stops = ItemStops(book) if item_stops else None
+        self._look_at_s = math.inf  # when items may be due
+
+    # ---- items that come and go ----
+
+    def arrive(self, item: Request) -> None:
+        """Let an item wait that was not refused."""
+        self._wait(item)
+
+    def wait_again(self, queued: QueuedRequest) -> None:
+        """Let an item wait that was stopped."""
+        self._book.forget([queued])
+        if self._dispatch.forming.draining:
+            self._book.report_failed(queued.request.id, "draining", self._groups.own(queued.request))
+            return
+        self._wait(queued.request, first=True)
+
+    def _wait(self, item: Request, *, first: bool = False) -> None:
+        now_s, ends_s = self._book.now_s, self._items.add(item, first=first)
+        self._look_at_s = min(self._look_at_s, now_s + min(LOOK_S, (ends_s - now_s) / LOOKS_LEAST))
+        self._touch()
+
+    def _touch(self) -> None:
+        for group in self._groups:
+            if group.pool.free:
+                self._book.touch(group)
+
+    def remove(self, request_id: int) -> Request | None:
+        """Take an item out; None: it does not wait here."""
+        item = self._items.remove(request_id)
+        if item is not None and item.model not in self._items.rows:
+            queues = self._groups.queues_of(item.model)
+            if queues is not None:
+                queues.line_rate.note(self._book.now_s, 0.0, busy=False)
+        return item
+
+    def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
+        """Give items new forecasts."""
+        self._items.revise(changes)
+
+    def fail(self, reason: FailReason) -> None:
+        """Fail all items."""
+        for request_id in list(self._items.waiting):
+            self._fail(request_id, reason)
+
+    def _fail(self, request_id: int, reason: FailReason) -> None:
+        item = self.remove(request_id)
+        assert item is not None, f"item {request_id} does not wait"
+        self._book.report_failed(request_id, reason, self._groups.own(item))
+
+    # ---- items whose time has come ----
+
+    def promote_due(self) -> None:
+        """Fail items whose window has closed, and let items wait as online requests whose latest start has come."""
+        now_s = self._book.now_s
+        for item in self._items.ended(now_s):
+            self._fail(item.id, "deadline_exceeded")
+        if now_s >= self._look_at_s:
+            looks_s = [self._promote_due_of(model) for model in list(self._items.rows)]
+            self._look_at_s = min(looks_s, default=math.inf)
+
+    def _promote_due_of(self, model: str) -> float:
+        """Let the items of a model that are due wait as online requests. Returns when to look again."""
+        row, now_s = self._items.rows[model], self._book.now_s
+        queues = self._groups.queues_of(model)
+        if queues is None or queues.no_engine_since_s is not None:
+            return now_s + NO_ENGINE_S  # an item does not give up, as an online request would
+        per_token_s = queues.service.seconds_per_token
+        tokens = [forecast_tokens(queues, item) for *_, item in row]
+        self._note_starved(queues, row, tokens)
+        starts_s = _latest_starts_together_s(queues, row, tokens)
+        together = len(list(takewhile(lambda at_s: at_s <= now_s, starts_s)))
+        for place in range(together):
+            if not self._promote(row[0][2]):
+                return now_s + ITEM_S_LEAST + per_token_s * tokens[place]  # the queue is full: ask again
+        alone_s = [ends_s - per_token_s * most_tokens(queues, item) for ends_s, _, item in row]
+        for item in [entry[2] for entry, at_s in zip(list(row), alone_s, strict=True) if at_s <= now_s]:
+            self._promote(item)
+        later_s = [at_s for at_s in (*alone_s, *starts_s[together : together + 1]) if at_s > now_s]
+        left_s = min(later_s, default=math.inf) - now_s
+        look_s = max(LOOK_S, (row[0][0] - now_s) / LOOKS_LEAST) if row else math.inf  # how fast items end
+        return now_s + min(max(0.5 * left_s, min(left_s, per_token_s), ITEM_S_LEAST), look_s)
+
+    def _note_starved(self, queues: ModelQueues, row: Row, tokens: Sequence[float]) -> None:
+        """Note whether the items of a model need more than they get. tokens : of each item"""
+        now_s = self._book.now_s
+        queues.line_rate.note(now_s, 0.0, busy=True)
+        rate = queues.line_rate.tokens_per_s
+        lefts_s = [
+            (count + item.after_tokens, ends_s - now_s)  # tokens up to the end of the item's job, and its window
+            for count, (ends_s, _, item) in zip(accumulate(tokens), row, strict=True)
+        ]
+        known_s = queues.line_rate.seconds / KNOWN_SHARE
+        if rate is not None and any(count > rate * left_s and left_s <= known_s for count, left_s in lefts_s):
+            self._items.starved.add(queues.model)
+            self._touch()
+        else:
+            self._items.starved.discard(queues.model)
+
+    def _promote(self, item: Request) -> bool:
+        """Let an item wait as an online request. False: its queue has no room."""
+        group = self._groups.group_for(item)
+        if self._admission.refusal(item, group, group.tally.waiting) is not None:
+            return False
+        request = msgspec.structs.replace(item, background=False)
+        self.remove(item.id)
+        self._book.actions.append(ReportDue(item.id))
+        self._admission.enter(request, group)
+        self._book.touch(group)
+        return True
+
+    # ---- items that start ----
+
+    def dispatch(self, group: Group) -> None:
+        """Stop items for online requests that wait, and start items in the slots of a group that others leave."""
+        if group.tally.lines and self._stops is not None:
+            self._stops.make_room(group)
+        if self._items.waiting:
+            self._fill(group)
+
+    def _fill(self, group: Group) -> None:
+        """Start items in the slots of a group that others leave."""
+        choice = SpareChoice(
+            group,
+            self._dispatch.forming,
+            self._book.now_s,
+            items=self._items,
+            groups=self._groups,
+            admission=self._admission,
+        )
+        for start in choice.starts():
+            _, queues, batch, count = start
+            for queued in batch.requests.values():
+                self.remove(queued.request.id)
+                self._book.by_id[queued.request.id] = queued
+                group.enter(queues)
+            count_lines(queues, count)
+            self._dispatch.start_direct(group, start, self._book.now_s)
+
+    # ---- time ----
+
+    def tokens_per_s(self, item: Request) -> float:
+        """Tokens a second that the share of this item would get if each share that waits now went on waiting: for the
+        forecast of a job's end (llmserve/jobs/feeding.py). 0 without an engine.
+        """
+        queues = self._groups.queues_of(item.model)
+        if queues is None or not queues.all_slots:
+            return 0.0
+        return _slots_of(queues, item) / queues.service.seconds_per_token
+
+    def next_wake_s(self, group_times_s: float | None) -> float | None:
+        """The earliest of the caller's time and the times at which items may start, be due, or be late."""
+        times_s = [self._look_at_s, *[row[0][0] for row in self._items.rows.values()]]
+        for group in self._groups:
+            times_s += [until_s for e in group.pool.paused.values() if (until_s := e.circuit.open_until_s) is not None]
+            times_s += group.pool.rests_end_s(self._book.now_s)
+        for model in self._items.rows:
+            queues = self._groups.queues_of(model)
+            if queues is not None and (reserve := self._admission.reserves.get(queues.fair)) is not None:
+                times_s.append(reserve.silent_from_s(self._items.item_s(queues)))
+        times_s = [at_s for at_s in times_s if self._book.now_s < at_s < math.inf]
+        if group_times_s is not None:
+            times_s.append(group_times_s)
+        return min(times_s, default=None)
+
+
+class ItemStops:
+    """Stops items for online requests that wait for a slot, in the queues or on an engine."""
+
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+
+    def make_room(self, group: Group) -> None:
+        """Stop as many items as requests wait, the youngest first."""
+        full = [
+            engine
+            for engine in group.pool.engines.values()
+            if engine.room <= 0 and not engine.info.barrier and engine.takes_for_group and engine.circuit.closed
+        ]
+        soon = {e.info.name: e.room + sum([run.stopping for run in e.running.values()]) for e in full}
+        for engine in full:
+            self._stop([engine], -soon[engine.info.name])
+        for queues in group.tally.queues.values():
+            serving = [engine for engine in full if engine.serves(queues.model)]
+            wanted = queues.waiting
+            for engine in serving:
+                taken = min(wanted, max(0, soon[engine.info.name]))
+                soon[engine.info.name] -= taken
+                wanted -= taken
+            self._stop(serving, wanted)
+
+    def _stop(self, engines: Sequence[EngineState], count: int) -> None:
+        """Stop items on these engines, those that have begun last first."""
+        runs = [run for engine in engines for run in engine.running.values()] if count > 0 else []
+        items = [run for run in runs if run.queued.request.background and self._may_stop(run)]
+        for run in sorted(items, key=lambda run: (-run.started_at_s, run.queued.request.id))[: max(0, count)]:
+            run.stopping = True
+            self._book.actions.append(PreemptBatch(run.engine, run.batch_id, (run.queued.request.id,)))
+
+    def _may_stop(self, run: Run) -> bool:
+        """An item that would end after its window if it began anew goes on."""
+        item, queues = run.queued.request, self._book.queues_of(run.queued)
+        if run.stopping or run.began or run.queued.cancelled:
+            return False
+        alone_s = most_tokens(queues, item) * queues.service.seconds_per_token
+        return item.deadline_s is None or self._book.now_s + alone_s < item.deadline_s
+
+
+def _latest_starts_together_s(queues: ModelQueues, row: Row, tokens: Sequence[float]) -> list[float]:
+    """When each item of a row must be promoted, so that it and all items before it, and the rest of its job, end in its
+    window at the share's present slots. tokens : of each item
+    """
+    per_token_s = queues.service.seconds_per_token
+    shared_s = [per_token_s / _slots_of(queues, item) for *_, item in row]  # seconds a token, of each item
+    up_to = [0.0, *accumulate(tokens)]  # tokens before each item, and of all
+    starts_s = [  # of the first item, if this one shall be in time
+        ends_s - shared * (up_to[place + 1] + item.after_tokens)
+        for place, ((ends_s, _, item), shared) in enumerate(zip(row, shared_s, strict=True))
+    ]
+    first_s = list(accumulate(reversed(starts_s), min))[::-1]  # the least from each place on
+    return [first + shared * before for first, shared, before in zip(first_s, shared_s, up_to[:-1], strict=True)]
+
+
+def _slots_of(queues: ModelQueues, item: Request) -> float:
+    """Slots that the item's share would get if each share that waits now waited on."""
+    others = sum([share.weight for share in queues.fair if share.name != item.share])
+    return queues.all_slots * item.weight / (item.weight + others)

@@ -1,0 +1,99 @@
+"""What the choosers share: on which engine a batch may start now.
+
+FixedChoice   (fixed_choice.py)   the next batch by an order with fixed keys
+MomentChoice  (moment_choice.py)  the next batch by an order of the moment
+SpareChoice   (spare_choice.py)   items of batch jobs, in slots that no waiting request could take
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.memory import is_giant
+from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
+
+Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
+
+
+class Choice:
+    """Chooses the batches that start in one dispatch of a group, and their engines.
+
+    _alone : whether nothing else can start, so that an oversize request may start on an idle engine without its memory
+    token (memory.py)
+    """
+
+    def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
+        self._group = group
+        self._pool = group.pool
+        self._forming = forming
+        self._now_s = now_s
+        self._alone = False
+
+    def starts(self) -> Iterator[Start]:
+        """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
+        raise NotImplementedError
+
+    @property
+    def recheck_at_s(self) -> float | None:
+        """When more could start without an event; None: only after an event."""
+        return None
+
+    def idle_after(self, queues: ModelQueues) -> bool | None:
+        """Whether all engines with room for the model run nothing, after all starts; None: no engine has room."""
+        return self._idle(queues)
+
+    def _idle(self, queues: ModelQueues, blocked: Collection[str] = (), look_ahead: bool = False) -> bool | None:
+        """Whether all engines with room for the model run nothing; None: no engine has room.
+
+        blocked : names of engines that are left out.  look_ahead : busy engines with look-ahead places count, too
+        """
+        idle = None
+        for engine in self._pool.free_for(queues.model, blocked):
+            has_room = engine.room > 0
+            if engine.running and (has_room or look_ahead):
+                return False
+            if has_room:
+                idle = True
+        return idle
+
+    # ---- engines for a batch ----
+
+    def _others_work(self, queues: ModelQueues, batch: FormedBatch) -> bool:
+        """Whether an engine works that the batch does not avoid."""
+        return self._pool.others_work(batch.avoid, queues.model)
+
+    def _willing(
+        self, queues: ModelQueues, batch: FormedBatch, engines: Sequence[EngineState]
+    ) -> Sequence[EngineState]:
+        """Of these engines, those that the batch does not avoid while another works, and whose circuit takes it."""
+        if batch.avoid and self._others_work(queues, batch):
+            engines = [engine for engine in engines if engine.info.name not in batch.avoid]
+        return [e for e in engines if e.circuit.closed or not e.circuit.refuses(batch, self._now_s)]
+
+    def _best_for(
+        self, queues: ModelQueues, queued: QueuedRequest, engines: Sequence[EngineState]
+    ) -> EngineState | None:
+        """The best of these willing engines whose memory holds the request; None: no memory does.
+
+        An oversize request also needs the engine's memory token. Under a release that follows plans a request joins
+        running requests, for idle engines wait until the plan lets a batch start.
+        """
+        now_s, per_token_s = self._now_s, queues.service.seconds_per_token
+        fitting = [
+            engine
+            for engine in engines
+            if engine.fits(queued, now_s, per_token_s)
+            and (not is_giant(queued, engine.info) or self._gets_token(queued, engine))
+        ]
+        if queues.release.plans:
+            fitting = [engine for engine in fitting if engine.running] or fitting
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        return self._pool.preferred(fitting, queued.request.prefixes)
+
+    def _gets_token(self, queued: QueuedRequest, engine: EngineState) -> bool:
+        """Whether an oversize request may start on an engine whose memory holds the request."""
+        return engine.turn.is_open_to(queued, self._now_s) or (self._alone and not engine.running)

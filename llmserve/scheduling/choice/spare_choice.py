@@ -1,0 +1,100 @@
+"""Which items of batch jobs start next, and on which engine: in slots that no waiting request could take.
+
+A barrier engine gets items of like lengths in a batch, the longest first: of many that wait, few end much earlier than
+their batch, and a job does not end with its longest answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from llmserve.request import Request
+from llmserve.scheduling.admission import Admission
+from llmserve.scheduling.choice.choice import Choice, Start
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.queues.item_queue import ItemQueue, Row, forecast_tokens
+from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
+
+PASSED_MOST = 8  # items that a later one may pass because they do not fit an engine's memory
+
+
+class SpareChoice(Choice):
+    """Chooses the items that start in one dispatch of a group, after the requests that wait in its queues.
+
+    An item starts in a free slot if no request waits that the slot's engine serves, and more slots are free than the
+    reserve (reserve.py). Items that end more slowly than their windows ask for use the reserve, too: that costs online
+    requests less than items that are due later. Of each model, the item whose window ends first is next.
+    """
+
+    def __init__(
+        self, group: Group, forming: Forming, now_s: float, *, items: ItemQueue, groups: Groups, admission: Admission
+    ) -> None:
+        super().__init__(group, forming, now_s)
+        self._items, self._groups, self._admission = items, groups, admission
+        self._alone = True  # whoever else waits does not want these engines
+
+    def starts(self) -> Iterator[Start]:
+        while self._items.waiting and (start := self._next()) is not None:
+            yield start
+
+    def _next(self) -> Start | None:
+        """The items that start next, as a batch; None: none can."""
+        if any(engine.worker.reserved is not None for engine in self._pool.engines.values()):
+            return None  # requests wait for an engine that makes room
+        waited_for = self._group.tally.queues  # their engines are left to them
+        free = [
+            engine
+            for engine in self._pool.free.values()
+            if engine.room > 0 and not any(engine.serves(model) for model in waited_for)
+        ]
+        for model, row in self._items.by_window() if free else ():
+            engines = [engine for engine in free if engine.open_to(model)]
+            if engines:
+                queues = self._group.queues_of(model, self._now_s)
+                beyond = self._beyond_reserve(queues, engines)
+                if beyond and (start := self._start_of(queues, beyond, row)) is not None:
+                    return start
+        return None
+
+    def _beyond_reserve(self, queues: ModelQueues, engines: Sequence[EngineState]) -> Sequence[EngineState]:
+        """Engines on which an item may start. A barrier engine gives all its slots at once."""
+        reserve = self._admission.reserves.get(queues.fair)
+        if reserve is None or queues.model in self._items.starved:
+            return engines
+        online, items = self._admission.held(self._group, queues)
+        most = reserve.lines_most(self._now_s, online, queues.all_slots, self._items.item_s(queues))
+        return [engine for engine in engines if items + (engine.info.slots if engine.info.barrier else 1) <= most]
+
+    def _start_of(self, queues: ModelQueues, engines: Sequence[EngineState], row: Row) -> Start | None:
+        """A start of the model's next items on one of these engines; None: no engine takes any."""
+        for item in islice(self._members(row), PASSED_MOST):
+            queued = self._queued(queues, item)
+            willing = self._willing(queues, FormedBatch(0, queued.bin, self._now_s, [queued]), engines)
+            engine = self._best_for(queues, queued, willing)
+            if engine is not None:
+                most = min(engine.room_at_once, self._forming.batch_size)
+                items = self._alike(queues, row, most) if engine.info.barrier else [queued]
+                batch = self._forming.form(queues, max([item.bin for item in items]), items, self._now_s)
+                return engine, queues, batch, len(items)
+        return None
+
+    def _members(self, row: Row) -> Iterator[Request]:
+        """The items that would wait in this group if they were online, by the ends of their windows."""
+        only = self._groups.only is not None
+        return (item for *_, item in row if only or self._groups.group_for(item) is self._group)
+
+    def _alike(self, queues: ModelQueues, row: Row, most: int) -> list[QueuedRequest]:
+        """Items of like lengths for one batch: the longest of those with the first end of a window, then the next."""
+        items = list(self._members(row))
+        first_s = items[0].deadline_s
+        same = [item for item in items if item.deadline_s == first_s]
+        chosen = sorted(same, key=lambda item: (-forecast_tokens(queues, item), item.id))[:most]
+        chosen += items[len(same) : len(same) + most - len(chosen)]
+        return [self._queued(queues, item) for item in chosen]
+
+    def _queued(self, queues: ModelQueues, item: Request) -> QueuedRequest:
+        return queues.queued_apart(item, self._items.surplus, self._now_s)
