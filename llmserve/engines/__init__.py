@@ -1,1 +1,13 @@
-"""The workers: every engine is an OpenAI-compatible HTTP server somewhere."""
+"""Engines: every one is an OpenAI-compatible HTTP server somewhere.
+
+additions    : what the front-end adds to the bodies of requests, and which of it an engine takes
+engine       : the interface between the pool of engines and an engine: `ask`, `probe` and `close`
+group_server : the client of a door: another llmserve server, used as if it were an engine
+kinds        : the kinds of engines: the embedded engine, vLLM that llmserve starts, servers that run already
+measuring    : runs batches on one engine and measures each, as data for a profile
+openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, ...
+power        : the energy that this machine's GPUs draw, by NVML
+process      : an engine server as a child process: started, watched, restarted, and ended with llmserve
+vllm         : vLLM servers that llmserve starts, each with its own GPUs
+vllm_metrics : what vLLM's /metrics says: running and waiting requests, and the size of the KV cache
+"""

@@ -1,7 +1,7 @@
 """Forecasts of answers' lengths: made, learnt, revised, recorded, kept.
 
 learned_state   : everything that a server has learnt
-learning        : learns from the lengths of answers on the event loop, between other work, in a bounded share of its
+learning        : learns from the lengths of answers, between other work, in a bounded share of the event loop
 lengths         : predicted lengths of answers, and what the predictor learns from the real lengths
 record          : the length record
 revising        : revises forecasts on the event loop while answers and arrivals go on

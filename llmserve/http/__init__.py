@@ -1,7 +1,7 @@
 """HTTP/1.1: the server and the client.
 
 asgi           : answers complete requests by an ASGI application
-client         : A small HTTP/1.1 client for one server
+client         : a small HTTP/1.1 client for one server
 connecting     : new connections to one server, and what goes wrong with them
 connection     : one client's connection
 content_coding : bodies that clients have packed
