@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from llmserve.http.exchange import Exchange
     from llmserve.http.server import DoorLimits
     from llmserve.live.driver import LiveCluster
+    from llmserve.observe.key_usage import KeyUsage
     from llmserve.observe.metrics import Metrics
     from llmserve.observe.traces import Traces
     from llmserve.server.reload import Reloader
-    from llmserve.tenants.usage import KeyUsage
 
 log = logging.getLogger("llmserve")
 
@@ -267,10 +267,11 @@ async def _counted(
     from llmserve.observe.counters import Families
     from llmserve.observe.energy import meter_of_all
     from llmserve.observe.energy_meters import energy_meters
+    from llmserve.observe.key_usage import KeyUsage
     from llmserve.observe.metrics import Metrics
-    from llmserve.tenants.usage import KeyUsage
+    from llmserve.observe.table import TABLE
 
-    families = Families()
+    families = Families(TABLE)
     usage = KeyUsage(lambda: cluster.models, families) if config.server.api_key_file else None
     if usage is not None:
         cluster.journal.listen(usage.observe)

@@ -1,4 +1,4 @@
-"""Counters and histograms that cost little to count, and to write in Prometheus' text format.
+"""Counters and histograms that cost little to count, and all metrics in Prometheus' text format.
 
 prometheus_client takes a lock for each count, and some 10 us for each line of a scrape. Here all counts are on one
 event loop. So a count is an addition, and a line of text is its name and labels, made once, and its number.
@@ -9,11 +9,34 @@ Values of labels appear in the alphabetic order of their names, as prometheus_cl
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from prometheus_client.utils import floatToGoString
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Metric(NamedTuple):
+    """The definition of a metric.
+
+    name      without the suffix `_total` of counters
+    labels    their names
+    buckets   upper bounds of a histogram, ascending; infinity is added
+    by_model  whether the label `model` comes first where there are several models
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    by_model: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 class Counter:
@@ -60,68 +83,89 @@ C = TypeVar("C", bound=Counter | Histogram)
 
 
 class Family(Generic[C]):
-    """Metrics of one name, one for each combination of values of its labels.
+    """The counts of a metric, one for each combination of values of its labels.
 
-    name    without the suffix of counters
-    kind    "counter" or "histogram"
-    make    makes a metric, by its name and its labels as text
-    labels  names of the labels
+    make : makes a count from the metric's name and its labels as text
     """
 
-    def __init__(
-        self, name: str, help_: str, kind: str, make: Callable[[str, str], C], labels: Sequence[str] = ()
-    ) -> None:
-        self.name, self.help, self.kind, self.labels = name, help_, kind, tuple(labels)
+    def __init__(self, metric: Metric, make: Callable[[str, str], C]) -> None:
+        self.metric = metric
         self._make = make
         self._members: dict[tuple[str, ...], C] = {}
 
-    @property
-    def full_name(self) -> str:
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
     def of(self, *values: str) -> C:
-        """The metric of these values of the labels, made on first use."""
+        """The count of these values of the labels, made on first use."""
         member = self._members.get(values)
         if member is None:
-            pairs = sorted(zip(self.labels, values, strict=True))
-            text = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
-            member = self._members[values] = self._make(self.name, text)
+            text = _labels(self.metric.labels, values)
+            member = self._members[values] = self._make(self.metric.name, text)
         return member
 
     def remove(self, *values: str) -> None:
-        """Forget the metric of these values, if there is one."""
+        """Forget the count of these values, if there is one."""
         self._members.pop(values, None)
 
     def lines(self) -> Iterator[str]:
-        yield f"# HELP {self.full_name} {self.help}\n"
-        yield f"# TYPE {self.full_name} {self.kind}\n"
+        yield from head_of(self.metric, self.metric.help)
         for member in self._members.values():
             yield from member.lines()
 
 
 class Families:
-    """All counters and histograms of a server."""
+    """The counters and histograms of a server that are counted there. metrics : the table, in the order of the text"""
 
-    def __init__(self) -> None:
-        self._families: list[Family[Counter] | Family[Histogram]] = []
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._families: dict[str, Family[Counter] | Family[Histogram]] = {}
 
-    def __iter__(self) -> Iterator[Family[Counter] | Family[Histogram]]:
-        return iter(self._families)
-
-    def counters(self, name: str, help_: str, labels: Sequence[str] = ()) -> Family[Counter]:
-        family = Family(name, help_, "counter", Counter, labels)
-        self._families.append(family)
+    def counter(self, name: str) -> Family[Counter]:
+        """Begin to count a metric of the table. Raises KeyError for a name that is not in the table."""
+        metric = self._metrics[name]
+        assert metric.kind == "counter", f"{name} is a {metric.kind}"
+        family = self._families[name] = Family(metric, Counter)
         return family
 
-    def histograms(
-        self, name: str, help_: str, bounds: Sequence[float], labels: Sequence[str] = ()
-    ) -> Family[Histogram]:
-        family = Family(name, help_, "histogram", lambda own, text: Histogram(own, text, bounds), labels)
-        self._families.append(family)
+    def histogram(self, name: str) -> Family[Histogram]:
+        """As `counter`."""
+        metric = self._metrics[name]
+        assert metric.kind == "histogram", f"{name} is a {metric.kind}"
+        family = self._families[name] = Family(metric, lambda own, text: Histogram(own, text, metric.buckets))
         return family
 
     def text(self) -> str:
-        return "".join([line for family in self._families for line in family.lines()])
+        families = [family for name in self._metrics if (family := self._families.get(name)) is not None]
+        return "".join([line for family in families for line in family.lines()])
+
+
+Rows = Iterable[tuple[tuple[str, ...], float]]
+"""Values of labels, and the number that belongs to them."""
+
+
+def lines_of(metric: Metric, rows: Rows, help_: str, *, several_models: bool = False) -> Iterator[str]:
+    """The text of a metric whose numbers were read just now.
+
+    Rows of a metric `by_model` begin with the model, which is left out of the text for a single model.
+    """
+    yield from head_of(metric, help_)
+    rows, names = list(rows), metric.labels
+    if metric.by_model:
+        if several_models or len({values[0] for values, _ in rows}) > 1:
+            names = ("model", *names)
+        else:
+            rows = [(values[1:], number) for values, number in rows]
+    for values, number in rows:
+        labels = f"{{{_labels(names, values)}}}" if names else ""
+        yield f"{metric.full_name}{labels} {_number(number)}\n"
+
+
+def head_of(metric: Metric, help_: str) -> Iterator[str]:
+    yield f"# HELP {metric.full_name} {help_}\n"
+    yield f"# TYPE {metric.full_name} {metric.kind}\n"
+
+
+def _labels(names: Sequence[str], values: Sequence[str]) -> str:
+    pairs = sorted(zip(names, values, strict=True))
+    return ",".join([f'{name}="{_escaped(value)}"' for name, value in pairs])
 
 
 def _number(value: float) -> str:

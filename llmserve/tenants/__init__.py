@@ -8,6 +8,5 @@ key_file       : the file of API keys
 keys           : the keys and limits of a server, from its settings
 limits         : the limits of each key
 shares         : whose share of the engines pays for a request, and what the share weighs
-usage          : what each key uses of each model
 usage_file     : the SQLite file in which servers keep what keys have spent of their budgets
 """

@@ -12,34 +12,20 @@ import argparse
 import re
 import sys
 import typing
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from prometheus_client.core import Metric
+from prometheus_client import ProcessCollector
 
-from bins.dispatch import DispatchSolver, Objective, Observed
-from bins.profile import resolve
-from llmserve.forecasts.saving import Saver
-from llmserve.forecasts.scheduler_state import scheduler_saving
-from llmserve.forecasts.state_file import StateFile
-from llmserve.live.driver import LiveCluster
-from llmserve.live.journal import Header, Journal, Step
-from llmserve.observe.counters import Families
-from llmserve.observe.energy import ModelledEnergy
-from llmserve.observe.metrics import Metrics
-from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
+from llmserve.observe.readings import BINS_MIN
+from llmserve.observe.table import TABLE
 from llmserve.settings.load import sections, takes
-from llmserve.settings.policies import DEFAULTS, SchedulingConfig
+from llmserve.settings.policies import DEFAULTS
 from llmserve.settings.tree import COMMON, TITLES, Config
-from llmserve.tenants.usage import KeyUsage
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
-PROFILE = "p4-googlenet"  # any profile with energy
 MADE = "<!-- made by scripts/lab/reference_pages.py: change the code, not this page -->"
 
 
@@ -104,36 +90,11 @@ def metrics_page() -> str:
 
 def all_metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Yield (name, kind, labels, help) of every metric that a server may have."""
-    metrics = _server_metrics()
-    for counted in metrics.families:
-        yield counted.full_name, counted.kind, counted.labels, counted.help
-    for family in metrics.registry.collect():
-        yield _full_name(family), family.type, tuple(getattr(family, "_labelnames", ())), family.documentation
-
-
-def _full_name(family: Metric) -> str:
-    return f"{family.name}_total" if family.type == "counter" else family.name
-
-
-def _server_metrics() -> Metrics:
-    """Return the metrics of a server with a plan, energy, a state and a request, so that every metric exists."""
-    scheduling = SchedulingConfig(release="table").resolved(barrier=True)
-    header = Header(scheduling)
-    profile = resolve(PROFILE)
-    info = EngineInfo("engine", scheduling.full_batch, True)
-    cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
-    saver = Saver(StateFile(FOLDER), lambda: scheduler_saving(cluster.scheduler, scheduling, {}))  # saves nothing
-    families = Families()
-    KeyUsage(lambda: cluster.models, families)
-    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver, families=families)
-    metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
-    metrics.follow_jobs(SimpleNamespace(lines_waiting=0, lines_in_flight=0, lines_ended={}))
-    cluster.scheduler.handle(EngineReady(info), 0.0)
-    cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
-    observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)
-    solver = DispatchSolver(profile, scheduling.full_batch, Objective(0.0, 1.0, None), barrier=True, merges=True)
-    metrics.observe(Step(0.0, DispatchSolved(solver.solve(observed)), [SolveDispatch(observed)]))
-    return metrics
+    for metric in TABLE:
+        yield metric.full_name, metric.kind, metric.labels, metric.help.format(bins=BINS_MIN)
+    for family in ProcessCollector(registry=None).collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield name, family.type, (), family.documentation
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from llmserve.engines.engine import ServedModel
 from llmserve.live.driver import LiveCluster
 from llmserve.live.journal import Header, Journal
-from llmserve.observe.metrics import BATCHES_STORED, OTHER_STREAMS, STREAMS_MAX, Metrics
+from llmserve.observe.metrics import Metrics
+from llmserve.observe.request_counts import BATCHES_STORED
+from llmserve.observe.stream_counts import OTHER_STREAMS, STREAMS_MAX
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -60,12 +62,12 @@ def test_only_batches_that_start_in_parts_are_remembered_and_of_these_the_last()
     for id_ in range(BATCHES_STORED):
         scraped.step(0.0, arrived(id_), start(id_, batch=id_))
         scraped.step(1.0, ended(id_))
-    metrics = scraped.metrics
-    assert not metrics._in_parts
-    assert not metrics._open
+    requests = scraped.metrics._requests
+    assert not requests._batches._in_parts
+    assert not requests._open
     for id_ in range(2 * BATCHES_STORED):
         scraped.step(0.0, TimerFired(), StartBatch("a", Batch(id_, 0, (Request(id_),), 0.0, 2)))
-    assert len(metrics._in_parts) == BATCHES_STORED
+    assert len(requests._batches._in_parts) == BATCHES_STORED
     assert scraped.has(f"llmserve_batches_total {3.0 * BATCHES_STORED}")
 
 

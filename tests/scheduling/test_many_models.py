@@ -11,7 +11,8 @@ import pytest
 from llmserve.engines.engine import ServedModel
 from llmserve.live.known_models import KnownModels
 from llmserve.observe.counters import Families
-from llmserve.observe.metrics import _Streams
+from llmserve.observe.stream_counts import StreamCounts
+from llmserve.observe.table import TABLE
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineReady, RequestArrived
 from llmserve.settings.policies import SchedulingConfig
@@ -53,7 +54,7 @@ def replaced_in_the_fleet(models: int) -> int:
 
 
 def replaced_in_the_metrics(models: int) -> int:
-    streams = _Streams(Families())
+    streams = StreamCounts(Families(TABLE))
     for number in range(models):
         streams.of(Request(number, model=f"a{number}"))
     return calls(lambda: streams.keep({f"b{number}" for number in range(models)}))

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 from front import StartFront, until
-from observe.test_energy import profile
+from test_energy import profile
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live.journal import Step
 from llmserve.observe.counters import Families
+from llmserve.observe.key_usage import KEYS_MAX, KeyUsage
+from llmserve.observe.table import TABLE
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import EngineLost, EngineReady, RequestCancelled, RequestEnded, StartBatch, TimerFired
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.tree import ServerConfig
-from llmserve.tenants.usage import KEYS_MAX, KeyUsage
 
 
 class Meter:
@@ -38,7 +39,7 @@ def end(now_s: float, request_id: int, outcome: Any = "completed", engine: str =
 
 
 def usage_of(*steps: Step, models: Collection[str] = ("m",), measured: bool = True) -> KeyUsage:
-    usage = KeyUsage(lambda: models, Families())
+    usage = KeyUsage(lambda: models, Families(TABLE))
     usage.meter = Meter() if measured else None
     for step in steps:
         usage.observe(step)

@@ -21,21 +21,7 @@ from llmserve.scheduling.messages import EngineLost, EngineReady, RequestEnded, 
 
 KEYS_MAX = 1_000  # keys with labels of their own
 OTHER = "other"
-COLUMNS = {
-    "requests": ("llmserve_key_requests", "Requests that ended, refused ones left out"),
-    "refused": (
-        "llmserve_key_refused",
-        "Requests refused by a limit or budget of the key; without a model: before the body was read",
-    ),
-    "prompt_tokens": ("llmserve_key_prompt_tokens", "Tokens of prompts, as the engines count them"),
-    "output_tokens": ("llmserve_key_output_tokens", "Tokens of answers, also of those that were not completed"),
-    "slot_seconds": ("llmserve_key_slot_seconds", "Seconds of slots, one slot for each answer"),
-    "joules": (
-        "llmserve_key_joules",
-        "Energy of the engines while they ran requests, shared among these; 0 where it is not known",
-    ),
-    "money": ("llmserve_key_money", "Money by the prices of the key file"),
-}
+COLUMNS = ("requests", "refused", "prompt_tokens", "output_tokens", "slot_seconds", "joules", "money")
 
 
 class KeyUsage:
@@ -48,9 +34,7 @@ class KeyUsage:
     def __init__(self, models: Callable[[], Collection[str]], families: Families) -> None:
         self.meter: EnergyMeter | None = None
         self._models = models
-        self._families = {
-            column: families.counters(name, help_, ["key", "model"]) for column, (name, help_) in COLUMNS.items()
-        }
+        self._families = {column: families.counter(f"llmserve_key_{column}") for column in COLUMNS}
         self._rows: dict[tuple[str, str], dict[str, Counter]] = {}
         self._keys: set[str] = set()
         self._running: dict[int, _Run] = {}  # by request id

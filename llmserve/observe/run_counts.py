@@ -1,0 +1,87 @@
+"""Counts by model and engine: how requests ran there, what they waited for, how long they took, and their tokens.
+
+A run is one start of a request on an engine. Clients cannot make labels here: an engine that runs a request has listed
+its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.observe.counters import Families
+
+RunOutcome = Literal["completed", "failed", "fault", "cancelled", "preempted", "lost"]
+RUN_OUTCOMES: tuple[RunOutcome, ...] = ("completed", "failed", "fault", "cancelled", "preempted", "lost")
+
+
+class RunCounts:
+    """All pairs of a model and an engine."""
+
+    def __init__(self, families: Families) -> None:
+        self.runs = families.counter("llmserve_engine_requests")
+        self.retries = families.counter("llmserve_retries")
+        self.waiting = families.histogram("llmserve_waiting_seconds")
+        self.first_token = families.histogram("llmserve_time_to_first_token_seconds")
+        self.between_tokens = families.histogram("llmserve_time_between_tokens_seconds")
+        self.latency = families.histogram("llmserve_latency_seconds")
+        self.prompt_tokens = families.counter("llmserve_prompt_tokens")
+        self.output_tokens = families.counter("llmserve_output_tokens")
+        self._by_labels: dict[tuple[str, str], EngineRuns] = {}
+
+    def of(self, model: str, engine: str) -> EngineRuns:
+        runs = self._by_labels.get((model, engine))
+        if runs is None:
+            runs = self._by_labels[model, engine] = EngineRuns(self, model, engine)
+        return runs
+
+    def keep(self, models: Collection[str], engines: Collection[str]) -> None:
+        """Remove the counts of all other models and engines."""
+        for labels in [pair for pair in self._by_labels if pair[0] not in models or pair[1] not in engines]:
+            del self._by_labels[labels]
+            for histograms in (self.waiting, self.first_token, self.between_tokens, self.latency):
+                histograms.remove(*labels)
+            for counted in (self.prompt_tokens, self.output_tokens):
+                counted.remove(*labels)
+            for outcome in RUN_OUTCOMES:
+                self.runs.remove(*labels, outcome)
+                self.retries.remove(*labels, outcome)
+
+    def answered(self, call: InFlightCall) -> None:
+        """Count the times and the tokens of a call that has ended."""
+        if call.receipt is None:
+            return
+        runs = self.of(call.request.model, call.receipt.engine)
+        if call.counts is not None and call.counts.prompt_tokens:
+            runs.prompt_tokens.inc(call.counts.prompt_tokens)
+        if call.first_at_s is None:
+            return
+        runs.first_token.observe(call.first_at_s - call.arrived_at_s)
+        if (seconds := call.seconds_between_tokens) is not None:
+            runs.between_tokens.observe(seconds)
+
+
+class EngineRuns:
+    """The counts of one model on one engine."""
+
+    __slots__ = (
+        *("_retries", "_runs"),
+        *("between_tokens", "first_token", "latency", "output_tokens", "prompt_tokens", "waiting"),
+    )
+
+    def __init__(self, counts: RunCounts, model: str, engine: str) -> None:
+        self.waiting = counts.waiting.of(model, engine)
+        self.first_token = counts.first_token.of(model, engine)
+        self.between_tokens = counts.between_tokens.of(model, engine)
+        self.latency = counts.latency.of(model, engine)
+        self.prompt_tokens = counts.prompt_tokens.of(model, engine)
+        self.output_tokens = counts.output_tokens.of(model, engine)
+        self._runs = {outcome: counts.runs.of(model, engine, outcome) for outcome in RUN_OUTCOMES}
+        self._retries = {outcome: counts.retries.of(model, engine, outcome) for outcome in RUN_OUTCOMES}
+
+    def end(self, outcome: RunOutcome, *, retry: bool) -> None:
+        """Count the end of a run. retry : the request had failed before"""
+        self._runs[outcome].inc()
+        if retry:
+            self._retries[outcome].inc()
