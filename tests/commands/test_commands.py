@@ -55,7 +55,7 @@ def test_a_commands_help_loads_nothing_heavy(command: str):
 def test_only_the_given_command_is_loaded():
     program = (
         "import sys\nfrom llmserve.__main__ import parser\nparser('plan')\n"
-        f"print([name for name in {tuple(COMMANDS)} if f'llmserve.{{name}}' in sys.modules])"
+        f"print([name for name in {tuple(COMMANDS)} if f'llmserve.commands.{{name}}' in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "['plan']\n"

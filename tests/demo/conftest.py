@@ -1,4 +1,4 @@
-"""Fixtures of the engines' tests."""
+"""Fixtures of the demo engine's tests."""
 
 from pathlib import Path
 
