@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from llmserve.commands import asking
+from llmserve.doctor.finding import LEVELS, Finding, Level
 from llmserve.errors import ConfigError, NoAnswer
-from llmserve.observe.doctor.finding import LEVELS, Finding, Level
 from llmserve.observe.scrape import Scrape
 from llmserve.settings import load as configuration
 from llmserve.tenants.key_file import read_keys
@@ -77,7 +77,7 @@ def summary(counts: Mapping[Level, int]) -> str:
 
 
 def of_configuration(file: str) -> list[Finding]:
-    from llmserve.observe.doctor import config as doctor_config
+    from llmserve.doctor import config as doctor_config
     from llmserve.settings.tree import Config
 
     logging.getLogger("llmserve").addHandler(logging.NullHandler())  # what a start warns of is among the findings
@@ -94,7 +94,7 @@ def of_configuration(file: str) -> list[Finding]:
 
 
 def of_server(url: str, key_file: Path | None, seconds: float) -> list[Finding]:
-    from llmserve.observe.doctor import running as doctor_running
+    from llmserve.doctor import running as doctor_running
 
     key = next(iter(read_keys(key_file).values())) if key_file is not None else None
     scrape = scraped(url, key)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from llmserve.doctor.finding import Finding
 from llmserve.engines.engine import EngineError, Health
 from llmserve.engines.kinds import SLOTS_FIRST, Servers
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.errors import ConfigError
 from llmserve.http.server import check_host
-from llmserve.observe.doctor.finding import Finding
 from llmserve.server.start import checked
 from llmserve.settings.by_model import PREFIX, by_model
 from llmserve.settings.tree import Config

@@ -14,10 +14,10 @@ from front import StartFront, until
 from bins.profile import Curve, Profile
 from llmserve.__main__ import main
 from llmserve.commands import doctor
+from llmserve.doctor import running as doctor_running
+from llmserve.doctor.finding import Finding
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError, NoAnswer
-from llmserve.observe.doctor import running as doctor_running
-from llmserve.observe.doctor.finding import Finding
 from llmserve.observe.scrape import Scrape
 from llmserve.settings.tree import ServerConfig
 

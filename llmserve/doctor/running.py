@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmserve.observe.doctor.finding import Finding
+from llmserve.doctor.finding import Finding
 from llmserve.observe.scrape import Scrape
 
 FEW = 50  # requests, below which a share says nothing
