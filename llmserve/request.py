@@ -123,73 +123,29 @@ class Written(msgspec.Struct, frozen=True):
     before: bytes
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A client's HTTP request, forwarded to an engine unchanged except for `written`.
+class Wire(msgspec.Struct, frozen=True):
+    """What an engine is sent, and how its answer is read. The engine gets the client's bytes, except for `written`.
 
-    path               the endpoint, e.g. "/v1/chat/completions"
-    body               JSON bytes for the engine
-    prompt             input of the length predictor
-    stream             the client requests server-sent events
-    written            the front-end's `stream_options.include_usage` in `body`; None: none was added
-    choices            number of answers (`n` times the prompts), which share one count of output tokens; 0: none,
-                       the prompt is all the work
-    output_tokens_max  the client's limit of each answer
-    output_tokens_min  least length of each answer (min_tokens; with ignore_eos the limit itself)
-    slo_s              deadline, seconds after the arrival
-    deadline_s         the same on the cluster's clock; None: by slo_s
-    predicted_tokens   the client's own prediction, used instead of the predictor's
-    opening            the first characters of the prompt, in the order of the engine's template
-    prompt_ids         number of tokens of a prompt in the form of token ids; 0 for text
-    tokens_min         tokens that all prompts and answers have together at least, as far as that is certain
-    context_min        tokens that the longest prompt with one answer has at least, likewise
-    headers            headers of the client that are sent to the engine: (lower-case name, value) pairs
-    stream_name        name of the client's key or application; "" when unknown
-    receipt            the client asks for the receipt in the last chunk of its stream
-    share, weight      who answers for the cost, and its weight; see Request
-    tier, priority     `service_tier` and `priority` of the body: what the client asks for
-    background         a line of a job, see Request; after_tokens : likewise
-    form               how the answer is read (wire/answer_forms.py); None: as a completion
-    lane               name of the queue, see live/lanes.py; "": the model's own
-    content_type       of the body; "" for JSON
-    previous           id of the earlier response that the prompt goes on from; "" for none
+    path          the endpoint, e.g. "/v1/chat/completions"
+    body          bytes for the engine
+    stream        the client requests server-sent events
+    written       the gateway's `stream_options.include_usage` in `body`; None: none was added
+    headers       headers of the client that are sent to the engine: (lower-case name, value) pairs
+    content_type  of the body; "" for JSON
+    form          how the answer is read (wire/answer_forms.py); None: as a completion
     """
 
     path: str
     body: bytes
-    prompt: Prompt
-    stream: bool
+    stream: bool = False
     written: Written | None = None
-    choices: int = 1
-    output_tokens_max: int | None = None
-    output_tokens_min: int | None = None
-    slo_s: float | None = None
-    deadline_s: float | None = None
-    predicted_tokens: float | None = None
-    opening: str = ""
-    prompt_ids: int = 0
-    tokens_min: int = 0
-    context_min: int = 0
     headers: tuple[tuple[str, str], ...] = ()
-    stream_name: str = ""
-    receipt: bool = False
-    share: str = ""
-    weight: float = 1.0
-    tier: str = ""
-    priority: int = 0
-    background: bool = False
-    after_tokens: float = 0.0
-    form: Any = None
-    lane: str = ""
     content_type: str = ""
-    previous: str = ""
-
-    @property
-    def model(self) -> str:
-        return self.prompt.model
+    form: Any = None
 
     @property
     def usage_added(self) -> bool:
-        """Whether the front-end asks for the event with the counts of a stream, and hides it from the client."""
+        """Whether the gateway asks for the event with the counts of a stream, and hides the event from the client."""
         return self.written is not None
 
     @property
@@ -200,13 +156,90 @@ class Call(msgspec.Struct, frozen=True):
             return self.body
         return self.body[: written.start] + written.before + self.body[written.stop :]
 
-    def with_value(self, place: slice, value: bytes) -> Call:
-        """The call with another value in its body, which is not a part of what was written."""
+    def with_value(self, place: slice, value: bytes) -> Wire:
+        """The same with another value in the body, which is not a part of what was written."""
         written, longer = self.written, len(value) - (place.stop - place.start)
         if written is not None and place.start < written.start:
             written = Written(written.start + longer, written.stop + longer, written.before)
         body = self.body[: place.start] + value + self.body[place.stop :]
         return msgspec.structs.replace(self, body=body, written=written)
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """What is certain of a call's length before the call runs.
+
+    choices            number of answers (`n` times the prompts), which share one count of output tokens; 0: none,
+                       the prompt is all the work
+    output_tokens_max  the client's limit of each answer
+    output_tokens_min  least length of each answer (min_tokens; with ignore_eos the limit itself)
+    prompt_ids         number of tokens of a prompt in the form of token ids; 0 for text
+    tokens_min         tokens that all prompts and answers have together at least
+    context_min        tokens that the longest prompt with one answer has at least
+    """
+
+    choices: int = 1
+    output_tokens_max: int | None = None
+    output_tokens_min: int | None = None
+    prompt_ids: int = 0
+    tokens_min: int = 0
+    context_min: int = 0
+
+
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """For whom a call is served, and on which terms: all that the body does not say.
+
+    A gateway in front of other servers forwards the terms of each call in one header (wire/terms.py), so the
+    fields are also a message between two servers.
+
+    key               name of the client's API key; "" when unknown
+    share, weight     who answers for the cost, and its weight; see Request
+    stream_name       name of the client's key or application; "" when unknown
+    slo_s             deadline, seconds after the arrival
+    predicted_tokens  the client's own prediction, used instead of the predictor's
+    receipt           the client asks for the receipt in the last chunk of its stream
+    background        a batch item, see Request; after_tokens : likewise
+    """
+
+    key: str = ""
+    share: str = ""
+    weight: float = 1.0
+    stream_name: str = msgspec.field(default="", name="stream")
+    slo_s: float | None = None
+    predicted_tokens: float | None = None
+    receipt: bool = False
+    background: bool = False
+    after_tokens: float = 0.0
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A client's request for an engine. The stages of its admission make it once (gateway/stages.py).
+
+    prompt          input of the length predictor
+    opening         the first characters of the prompt, in the order of the engine's template
+    previous        id of the earlier response that the prompt goes on from; "" for none
+    tier, priority  `service_tier` and `priority` of the body: what the client asks for
+    deadline_s      deadline on the cluster's clock; None: by `terms.slo_s`
+    lane            name of the queue, see live/lanes.py; "": the model's own
+    """
+
+    wire: Wire
+    prompt: Prompt
+    bounds: Bounds = Bounds()
+    terms: Terms = Terms()
+    opening: str = ""
+    previous: str = ""
+    tier: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    lane: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.wire.path
+
+    @property
+    def model(self) -> str:
+        return self.prompt.model
 
     def __repr__(self) -> str:
         return f"Call to {self.path}"  # a line of the log never has a prompt

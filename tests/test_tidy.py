@@ -61,7 +61,6 @@ PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms tha
 UPWARD: tuple[tuple[str, str], ...] = (
     ("llmserve.calls.charges", "llmserve.estimates.remaining"),
     ("llmserve.calls.in_flight", "llmserve.live.calls"),
-    ("llmserve.engines.group_server", "llmserve.tenants.identity"),
     ("llmserve.estimates.queue_times", "llmserve.live.driver"),
     ("llmserve.forecasts.learned_state", "llmserve.live.routes"),
     ("llmserve.gateway.app", "llmserve.jobs.endpoints"),

@@ -93,8 +93,8 @@ def most_tokens(request: Request, call: Call, tokens_mean: float) -> float:
     if request.quantiles:
         most = request.quantiles[-1]
     else:
-        most = call.output_tokens_max or max(request.predicted_tokens or 0.0, tokens_mean)
-    return min(most, call.output_tokens_max or most)
+        most = call.bounds.output_tokens_max or max(request.predicted_tokens or 0.0, tokens_mean)
+    return min(most, call.bounds.output_tokens_max or most)
 
 
 def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> tuple[float, float | None]:
@@ -110,7 +110,7 @@ def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
     if in_flight.streamed_tokens:
         return request.prompt_tokens, in_flight.streamed_tokens
     if in_flight.gone and in_flight.receipt is not None:
-        if in_flight.call.stream:  # and nothing has come
+        if in_flight.call.wire.stream:  # and nothing has come
             return request.prompt_tokens, 0.0
         most = most_tokens(request, in_flight.call, service.tokens_mean)
         return request.prompt_tokens, request.choices * min(most, generated_tokens(in_flight, service, now_s))

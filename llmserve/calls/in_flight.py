@@ -42,7 +42,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 def request_name(request_id: int, call: Call) -> str:
     """The x-request-id of the answer: the client's, if sent."""
-    return dict(call.headers).get("x-request-id") or f"llmserve-{request_id}"
+    return dict(call.wire.headers).get("x-request-id") or f"llmserve-{request_id}"
 
 
 def told_tokens(call: Call, predicted_tokens: float | None) -> float | None:
@@ -51,9 +51,9 @@ def told_tokens(call: Call, predicted_tokens: float | None) -> float | None:
     Forecasts come from all keys' answers. So where there are keys, a client is told a power of two: exact numbers would
     say whether another key has sent this very prompt, and how long its answer was.
     """
-    if predicted_tokens is None or not call.choices:
+    if predicted_tokens is None or not call.bounds.choices:
         return None
-    if not call.prompt.sender or call.predicted_tokens is not None:
+    if not call.terms.key or call.terms.predicted_tokens is not None:
         return predicted_tokens
     return 2.0 ** round(math.log2(max(1.0, predicted_tokens)))
 
@@ -185,7 +185,7 @@ class InFlightCall:
         """Mean time between two tokens of a complete stream; None: there are not two."""
         if self.first_at_s is None or self.last_at_s is None:
             return None
-        steps = self.streamed_tokens / self.call.choices - 1.0
+        steps = self.streamed_tokens / self.call.bounds.choices - 1.0
         return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
 
     def begin(self, head: Head) -> None:

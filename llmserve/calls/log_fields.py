@@ -16,8 +16,8 @@ def fields_of(in_flight: InFlightCall) -> dict[str, Any]:
     """What every line about a call says of the call; `id` is that of the journal."""
     call, receipt = in_flight.call, in_flight.receipt
     fields: dict[str, Any] = {"request_id": in_flight.name, "id": in_flight.request.id}
-    if call.prompt.sender:
-        fields["key"] = call.prompt.sender
+    if call.terms.key:
+        fields["key"] = call.terms.key
     fields["model"] = call.model
     if receipt is not None:
         fields |= {"engine": receipt.engine, "attempt": in_flight.attempts}

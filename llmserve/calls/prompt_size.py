@@ -33,8 +33,8 @@ class PromptTokens:
         return self._characters, self._tokens
 
     def estimate(self, call: Call) -> float:
-        if call.prompt_ids:
-            return call.prompt_ids
+        if call.bounds.prompt_ids:
+            return call.bounds.prompt_ids
         characters = _characters(call)
         if not self._tokens:
             return characters / CHARACTERS_PER_TOKEN

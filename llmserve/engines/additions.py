@@ -27,10 +27,10 @@ class Additions:
 
     def takes(self, call: Call, field: str) -> bool | None:
         """None: not known yet."""
-        return self._takes.get((call.path, call.model, field))
+        return self._takes.get((call.wire.path, call.model, field))
 
     def note(self, call: Call, field: str, *, takes: bool) -> None:
-        self._takes[call.path, call.model, field] = takes
+        self._takes[call.wire.path, call.model, field] = takes
 
 
 class Asking:
@@ -45,7 +45,7 @@ class Asking:
     def __init__(self, additions: Additions, call: Call, turn: float | None, send: Callable[[bytes], Response]) -> None:
         self._additions, self._call, self._turn, self._send = additions, call, turn, send
         fields = [PRIORITY] if turn is not None else []
-        fields += [USAGE] if call.usage_added else []
+        fields += [USAGE] if call.wire.usage_added else []
         self._fields = [field for field in fields if additions.takes(call, field) is not False]
         self._dropped = ""
 
@@ -55,9 +55,9 @@ class Asking:
         return any(self._additions.takes(self._call, field) is None for field in self._fields)
 
     def ask(self) -> Response:
-        body = self._call.body
-        if self._call.usage_added and USAGE not in self._fields:
-            body = self._call.sent_body
+        body = self._call.wire.body
+        if self._call.wire.usage_added and USAGE not in self._fields:
+            body = self._call.wire.sent_body
         if self._turn is not None and PRIORITY in self._fields:
             body = with_priority(body, self._turn)
         return self._send(body)

@@ -13,9 +13,9 @@ from llmserve.engines.engine import NOTHING, EngineError, Health
 from llmserve.engines.openai import HttpAnswer, OpenAIEngine
 from llmserve.http.client import Response
 from llmserve.request import Batch, Call
-from llmserve.tenants.identity import header_of
 from llmserve.wire.error_objects import ErrorObject, Verdict
 from llmserve.wire.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
+from llmserve.wire.terms import header_of
 
 SLOTS = 100_000  # requests at once: the group's server queues them, and says when its queue is full
 NUMBERS = {
@@ -67,8 +67,8 @@ class GroupServer(OpenAIEngine):
     """The server of a group, at a URL. Needs the doors' key as api_key."""
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
-        opening = self._opening(call) + header_of(call)
-        for name, value in call.headers:
+        opening = self._opening(call) + header_of(call.terms)
+        for name, value in call.wire.headers:
             opening += f"{name}: {value}\r\n".encode("latin-1")
         return self._asked(GroupAnswer, opening, call, None, on_change)
 

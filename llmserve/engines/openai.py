@@ -264,10 +264,10 @@ class OpenAIEngine:
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
         opening = self._opening(call)
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
-        for name, value in call.headers:
+        for name, value in call.wire.headers:
             further += f"{name}: {value}\r\n"
         turn = batch.turn
-        if call.form is not None and not call.form.takes_priority:
+        if call.wire.form is not None and not call.wire.form.takes_priority:
             turn = None
         elif turn is None and call.priority:  # the client's is the front-end's, tenants/shares.py
             turn = 0.0
@@ -278,8 +278,8 @@ class OpenAIEngine:
     ) -> Kind:
         """Send a call with what is added to its body. turn : see Asking"""
         client, takes, idle_s = self._client, self._additions.takes, idle_s_of(call)
-        if (turn is None or takes(call, PRIORITY)) and (call.written is None or takes(call, USAGE)):
-            body = call.body if turn is None else with_priority(call.body, turn)
+        if (turn is None or takes(call, PRIORITY)) and (call.wire.written is None or takes(call, USAGE)):
+            body = call.wire.body if turn is None else with_priority(call.wire.body, turn)
             return kind(client.ask(head, body, on_change, idle_s=idle_s), self)
         asking = Asking(self._additions, call, turn, lambda body: client.ask(head, body, on_change, idle_s=idle_s))
         answer = kind(asking.ask(), self)
@@ -289,11 +289,12 @@ class OpenAIEngine:
 
     def _opening(self, call: Call) -> bytes:
         """The first lines of a request; the same for each request to a path, but for bodies that are no JSON."""
-        if call.content_type:  # with a boundary of its own
-            return self._client.opening("POST", call.path, {**self._headers, "content-type": call.content_type})
-        opening = self._openings.get(call.path)
+        if call.wire.content_type:  # with a boundary of its own
+            headers = {**self._headers, "content-type": call.wire.content_type}
+            return self._client.opening("POST", call.wire.path, headers)
+        opening = self._openings.get(call.wire.path)
         if opening is None:
-            opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
+            opening = self._openings[call.wire.path] = self._client.opening("POST", call.wire.path, self._headers)
         return opening
 
     async def pass_on(self, method: str, path: str, body: bytes | None) -> Passed:
@@ -473,4 +474,4 @@ class OpenAIEngine:
 
 def idle_s_of(call: Call) -> float | None:
     """Longest silence in an answer; None: the engine's setting. A whole answer is silent until it is complete."""
-    return None if call.stream else math.inf
+    return None if call.wire.stream else math.inf

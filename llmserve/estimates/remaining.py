@@ -20,7 +20,7 @@ def remaining_s(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
     """
     request, per_token_s = in_flight.request, service.seconds_per_token
     generated = generated_tokens(in_flight, service, now_s)
-    if in_flight.call.stream and generated > 0:
+    if in_flight.call.wire.stream and generated > 0:
         per_token_s = _ran_s(in_flight, now_s) / generated
     expected = service.tokens_mean if request.expected_tokens is None else request.expected_tokens
     return per_token_s * remaining_tokens(request.quantiles, expected, generated)
@@ -28,7 +28,7 @@ def remaining_s(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
 
 def generated_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> float:
     """Tokens of each answer of a running call so far: those that have streamed, or by the time."""
-    if in_flight.call.stream:
+    if in_flight.call.wire.stream:
         return in_flight.streamed_tokens / in_flight.request.sequences
     return _ran_s(in_flight, now_s) / service.seconds_per_token
 

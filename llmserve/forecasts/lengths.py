@@ -87,23 +87,23 @@ class AnswerLengths:
         predictor has to be asked, by `predict`.
         """
         call = in_flight.call
-        if not call.choices:
+        if not call.bounds.choices:
             return PROMPT_TOKENS, ()
         most = _most(call, model)
-        if call.predicted_tokens is not None:
+        if call.terms.predicted_tokens is not None:
             self.sources["client"] += 1
-            return min(call.predicted_tokens, math.inf if most is None else most), ()
+            return min(call.terms.predicted_tokens, math.inf if most is None else most), ()
         if self._forecaster is None:
             self.sources["none"] += 1
             return None, ()
-        forecast = self._forecaster.forecast_now(call.prompt, least=call.output_tokens_min, most=most)
+        forecast = self._forecaster.forecast_now(call.prompt, least=call.bounds.output_tokens_min, most=most)
         return self._kept(in_flight, forecast) if forecast is not None else None
 
     async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
         """The forecast, as of `predict_now`, of the trained predictor."""
         assert self._forecaster is not None, "predict_now has nothing to wait for"
         call, most = in_flight.call, _most(in_flight.call, model)
-        forecast = await self._forecaster.forecast(call.prompt, least=call.output_tokens_min, most=most)
+        forecast = await self._forecaster.forecast(call.prompt, least=call.bounds.output_tokens_min, most=most)
         return self._kept(in_flight, forecast)
 
     def _kept(self, in_flight: InFlightCall, forecast: LengthForecast) -> Forecast:
@@ -114,9 +114,9 @@ class AnswerLengths:
     async def expected(self, call: Call, model: ServedModel | None) -> float | None:
         """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""
         most = _most(call, model)
-        if not call.choices or self._forecaster is None:
-            return None if call.choices else 0.0
-        limits = {"least": call.output_tokens_min, "most": most}
+        if not call.bounds.choices or self._forecaster is None:
+            return None if call.bounds.choices else 0.0
+        limits = {"least": call.bounds.output_tokens_min, "most": most}
         forecast: LengthForecast | None = self._forecaster.forecast_now(call.prompt, **limits)
         if forecast is None:
             forecast = await self._forecaster.forecast(call.prompt, **limits)
@@ -129,7 +129,7 @@ class AnswerLengths:
         if self._reviser is None or in_flight.forecast is None:
             return None
         call = in_flight.call
-        least, most = call.output_tokens_min, _most(call, model)
+        least, most = call.bounds.output_tokens_min, _most(call, model)
         in_flight.forecast = self._reviser.revise(in_flight.forecast, least=least, most=most)
         return _rounded(in_flight.forecast)
 
@@ -138,8 +138,8 @@ class AnswerLengths:
 
         An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
         """
-        call, most = in_flight.call, in_flight.call.output_tokens_max
-        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
+        call, most = in_flight.call, in_flight.call.bounds.output_tokens_max
+        if call.bounds.output_tokens_min is not None and output_tokens <= call.bounds.output_tokens_min:
             return False
         capped = in_flight.cut or (most is not None and output_tokens >= most)
         learns = False
@@ -147,7 +147,7 @@ class AnswerLengths:
             learns = True
             self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=taught == "words")
             self.learnt += 1
-        if self._record is not None and call.choices == 1:
+        if self._record is not None and call.bounds.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
         return self._reviser is not None and learns
 
@@ -158,10 +158,10 @@ class AnswerLengths:
 
 def _most(call: Call, model: ServedModel | None) -> float | None:
     """Tokens that the answer can have at most, by the client's limit and the model's context; None: unknown."""
-    most, context = call.output_tokens_max, model.context_tokens if model is not None else None
+    most, context = call.bounds.output_tokens_max, model.context_tokens if model is not None else None
     if context is None:
         return most
-    room = max(1, context - max(0, call.context_min - 1))  # beside the prompt
+    room = max(1, context - max(0, call.bounds.context_min - 1))  # beside the prompt
     return room if most is None else min(most, room)
 
 

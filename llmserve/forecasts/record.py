@@ -46,8 +46,8 @@ class LengthRecord:
             "history_characters": prompt.history_characters,
             "model": prompt.model,
             "stop": prompt.stop,
-            "max_tokens": call.output_tokens_max,
-            **_sampling(call.body),
+            "max_tokens": call.bounds.output_tokens_max,
+            **_sampling(call.wire.body),
             "output_tokens": output_tokens,
             "finish_reason": "length" if capped else "stop",
         }

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Raw
-from msgspec.structs import replace
 
 from llmserve.errors import BadRequest
-from llmserve.request import Call
+from llmserve.request import Wire
 from llmserve.wire.form_data import read_form
 from llmserve.wire.json_text import readable_numbers
 from llmserve.wire.raw_views import place_of
@@ -31,13 +30,12 @@ class Aliases:
     def __init__(self, aliases: Mapping[str, tuple[str, ...]], is_up: Callable[[str], bool]) -> None:
         self._aliases, self._is_up = aliases, is_up
 
-    def resolved(self, call: Call) -> Call:
-        """The call for the model behind its name."""
-        models = self._aliases.get(call.model)
+    def model_of(self, name: str) -> str:
+        """The model behind a name: the first that is up."""
+        models = self._aliases.get(name)
         if models is None:
-            return call
-        model = next((model for model in models if self._is_up(model)), models[0])
-        return call if model == call.model else with_model(call, model)
+            return name
+        return next((model for model in models if self._is_up(model)), models[0])
 
     def of(self, models: Iterable[str]) -> dict[str, str]:
         """The first of these models behind each name that is none of them, by name."""
@@ -48,20 +46,18 @@ class Aliases:
         return {name: model for name, model in first.items() if model and name not in there}
 
 
-def of_only_model(call: Call, models: Sequence[str]) -> Call:
-    """A call that names no model, for the only model that there is. Raises BadRequest."""
+def only_model(models: Sequence[str]) -> str:
+    """The model of a call that names none. Raises BadRequest unless there is exactly one."""
     if len(models) != 1:
         raise BadRequest("`model` is required", param="model", code="missing_required_parameter")
-    return replace(call, prompt=replace(call.prompt, model=models[0]))
+    return models[0]
 
 
-def with_model(call: Call, model: str) -> Call:
-    """The call for another model: the value of `model` is exchanged in its body, and no other byte."""
-    if call.content_type:
-        of_model = read_form(call.body, call.content_type).place("model")
-        assert of_model is not None, "the call has a model"
-        place, value = of_model, model.encode()
-    else:
-        text = readable_numbers(call.body)
-        place, value = place_of(_BODY.decode(text).model, text), msgspec.json.encode(model)
-    return replace(call.with_value(place, value), prompt=replace(call.prompt, model=model))
+def with_model(wire: Wire, model: str) -> Wire:
+    """The same for another model: the value of `model` is exchanged in the body, and no other byte."""
+    if wire.content_type:
+        of_model = read_form(wire.body, wire.content_type).place("model")
+        assert of_model is not None, "the body names a model"
+        return wire.with_value(of_model, model.encode())
+    text = readable_numbers(wire.body)
+    return wire.with_value(place_of(_BODY.decode(text).model, text), msgspec.json.encode(model))

@@ -1,12 +1,10 @@
-"""Parses a client's JSON into a Call. Checks only the fields that the front-end needs; the engine checks the rest."""
+"""Reads a client's request into a draft. Checks only the fields that the gateway needs; the engine checks the rest."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,9 +12,10 @@ from msgspec import Raw
 
 from llmserve.errors import BadRequest
 from llmserve.gateway.bodies import OPTIONS, Body, BodyLimits, StreamOptions, read_body, unreadable, value_or_none
-from llmserve.gateway.endpoints import ENDPOINTS, AnswerBody, Answers, Endpoint, FormFile, PromptFields
+from llmserve.gateway.draft import NO_HEADERS, Draft
+from llmserve.gateway.endpoints import ENDPOINTS, AnswerBody, Answers, FormFile, PromptFields
 from llmserve.gateway.prompts import ReadPrompt
-from llmserve.request import Call, Written
+from llmserve.request import Bounds, Call, Wire, Written
 from llmserve.settings.deadlines import SLO_MS_MAX
 from llmserve.wire.form_data import read_form
 from llmserve.wire.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
@@ -31,66 +30,36 @@ FORWARDED_CHARS_MAX = 256
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
 SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
 USAGE_FIELD = b'"stream_options":{"include_usage":true},'
-THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
 
 # ---- the call ------------------------------------------------------------------------------------------------------
-
-
-class CallParser:
-    """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop."""
-
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
-        self._gate = asyncio.Lock()
-
-    def is_large(self, data: bytes) -> bool:
-        return len(data) > THREAD_BYTES
-
-    def parse(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
-        """As parse_call."""
-        return parse_call(path, data, self._limits, headers)
-
-    async def parse_large(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
-        """As parse_call, in a thread."""
-        async with self._gate:
-            return await asyncio.to_thread(self.parse, path, data, headers)
 
 
 def limits_of(config: ApiConfig) -> BodyLimits:
     return BodyLimits(**{name: getattr(config, name) for name in BodyLimits.__struct_fields__})
 
 
-def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = MappingProxyType({})) -> Call:
-    """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
-    endpoint = ENDPOINTS[path]
-    reads = endpoint.reads
+def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = NO_HEADERS) -> Call:
+    """The call of a request alone, before a server decides about it. Raises BadRequest, which names the field.
+
+    headers : the client's, with lower-case names
+    """
+    draft = Draft(ENDPOINTS[path], headers, body=data)
+    read_request(draft, limits)
+    return draft.call()
+
+
+def read_request(draft: Draft, limits: BodyLimits) -> None:
+    """Fill in what the body and the client's headers say. Raises BadRequest, which names the field or the header."""
+    reads = draft.endpoint.reads
     if isinstance(reads, Answers):
-        return _answers_call(endpoint, reads, without_bom(data), limits, headers)
-    if isinstance(reads, FormFile):
-        read = _read_form(reads, data, headers)
+        _read_answers(draft, reads, limits)
     else:
-        data = without_bom(data)
-        read = _read_fields(reads, data, limits)
-    _check_length(reads.field, read.prompt, limits)
-    return Call(
-        path=path,
-        body=data,
-        prompt=read.prompt.prompt,
-        stream=read.stream,
-        choices=0,
-        slo_s=_slo_s(headers),
-        opening=read.prompt.opening,
-        prompt_ids=read.prompt.ids,
-        headers=_forwarded(headers, endpoint.headers),
-        stream_name=_stream_name(headers.get(STREAM_HEADER)),
-        form=endpoint.form,
-        content_type=read.content_type,
-    )
+        _read_prompt(draft, reads, limits)
+    draft.model = draft.prompt.model
 
 
-def _answers_call(
-    endpoint: Endpoint, reads: Answers, data: bytes, limits: BodyLimits, headers: Mapping[str, str]
-) -> Call:
+def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits) -> None:
+    endpoint, headers, data = draft.endpoint, draft.headers, without_bom(draft.body)
     body: AnswerBody
     body, text = read_body(reads.decoder, data, limits)
     output_tokens_max = body.output_tokens_max
@@ -104,29 +73,37 @@ def _answers_call(
     stream, written, sent = body.streams, None, data
     if stream and isinstance(body, Body) and _lacks_usage(body):
         sent, written = _with_usage(data, text, body.stream_options)
-    return Call(
-        path=endpoint.path,
-        body=sent,
-        prompt=read.prompt,
-        stream=stream,
-        written=written,
-        choices=choices,
-        output_tokens_max=output_tokens_max,
-        output_tokens_min=body.output_tokens_min(output_tokens_max),
-        slo_s=_slo_s(headers),
-        predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
-        opening=read.opening,
-        prompt_ids=read.ids,
-        tokens_min=ids + choices * least,
-        context_min=math.ceil(ids / read.prompts) + least,
-        headers=_forwarded(headers, endpoint.headers),
-        stream_name=_stream_name(headers.get(STREAM_HEADER)),
-        tier=body.tier,
-        priority=body.level,
-        receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
-        form=endpoint.form,
-        previous=body.previous_response_id or "",
+    draft.bounds = Bounds(
+        choices,
+        output_tokens_max,
+        body.output_tokens_min(output_tokens_max),
+        read.ids,
+        ids + choices * least,
+        math.ceil(ids / read.prompts) + least,
     )
+    draft.slo_s = _slo_s(headers)
+    draft.predicted_tokens = _positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31)
+    draft.stream_name = _stream_name(headers.get(STREAM_HEADER))
+    draft.tier, draft.priority = body.tier, body.level
+    draft.receipt = _flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER))
+    draft.prompt, draft.opening, draft.previous = read.prompt, read.opening, body.previous_response_id or ""
+    passed = _forwarded(headers, endpoint.headers)
+    draft.wire = Wire(endpoint.path, sent, stream, written, passed, "", endpoint.form)
+
+
+def _read_prompt(draft: Draft, reads: PromptFields | FormFile, limits: BodyLimits) -> None:
+    endpoint, headers, data = draft.endpoint, draft.headers, draft.body
+    if isinstance(reads, FormFile):
+        read = _read_form(reads, data, headers)
+    else:
+        data = without_bom(data)
+        read = _read_fields(reads, data, limits)
+    _check_length(reads.field, read.prompt, limits)
+    draft.bounds = Bounds(0, prompt_ids=read.prompt.ids)
+    draft.slo_s, draft.stream_name = _slo_s(headers), _stream_name(headers.get(STREAM_HEADER))
+    draft.prompt, draft.opening = read.prompt.prompt, read.prompt.opening
+    passed = _forwarded(headers, endpoint.headers)
+    draft.wire = Wire(endpoint.path, data, read.stream, None, passed, read.content_type, endpoint.form)
 
 
 def _slo_s(headers: Mapping[str, str]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmserve.errors import RequestError
 from llmserve.gateway.answers import error_parts
@@ -43,7 +43,7 @@ class Exchange:
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
         *("on_silence", "endpoint", "common_headers", "upload", "keeps_body", "expects_continue", "holder"),
         *("_connection", "_head", "_chunked", "ended", "_grown", "started", "read", "kept"),
-        *("began_s", "in_flight", "seconds", "status", "written"),
+        *("began_s", "in_flight", "seconds", "status", "written", "state"),
     )
 
     def __init__(self, connection: Connection) -> None:
@@ -73,6 +73,7 @@ class Exchange:
         self._chunked = False
         self.ended = False
         self.in_flight: InFlightCall | None = None
+        self.state: Any = None  # the handler's own notes
         self.status = 0
         self.began_s = connection.server.now_s() if connection.server.followers else 0.0
         self.seconds = 0.0  # from the first byte of the request to the last of the answer

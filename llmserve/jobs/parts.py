@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve.errors import ConfigError
-from llmserve.gateway.parse import CallParser, limits_of
+from llmserve.gateway.parse import limits_of
 from llmserve.live.driver import LiveCluster
 from llmserve.settings.tree import Config
 from llmserve.tenants.limits import KeyLimits
@@ -39,11 +39,10 @@ def open_jobs(
 
     home = Path(state).expanduser() if state is not None else Path()
     fair = shared_by(config.limits.fair_by, keys=key_limits.keys.required) != "none"
-    parser = CallParser(limits_of(config.limits))
     return opened(
         jobs.store or sqlite_url(home / FILE),
         Path(jobs.store_folder) if jobs.store_folder is not None else home / FOLDER,
-        LineDoor(cluster, key_limits, parser, fair=fair),
+        LineDoor(cluster, key_limits, limits_of(config.limits), fair=fair),
         days=jobs.batch_days,
         limits=FileLimits(jobs.batch_files_max, jobs.batch_bytes_max),
         batch_limits=BatchLimits(jobs.batch_active_max, jobs.batch_active_total_max),

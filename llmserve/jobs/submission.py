@@ -6,22 +6,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-from msgspec.structs import replace
 
 from llmserve.calls.in_flight import Head, Receipt
 from llmserve.errors import RequestError, Unauthorized, Unavailable
-from llmserve.gateway.aliases import of_only_model
-from llmserve.gateway.fitting import check_served
-from llmserve.gateway.parse import CallParser
+from llmserve.gateway.bodies import BodyLimits
+from llmserve.gateway.draft import Draft
+from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.stages import Admission, is_large, named, reading, routed, served
 from llmserve.jobs.run.estimates import Work
 from llmserve.jobs.run.validation import ANSWER_TOKENS
 from llmserve.live.driver import LiveCluster
-from llmserve.request import Call, Request
+from llmserve.request import Request
 from llmserve.tenants.limits import Account, KeyCharge, KeyLimits
-from llmserve.wire.answer_forms import COMPLETION
 
 if TYPE_CHECKING:
     from llmserve.jobs.run.line_feed import Answered
@@ -32,9 +29,12 @@ CLOCK_S = 1.0  # a change of the time of day that counts
 class LineDoor:
     """Submits lines to the cluster. Only budgets limit them, not what a key may send in a minute."""
 
-    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, parser: CallParser, *, fair: bool) -> None:
-        """fair : whether requests have shares"""
-        self._cluster, self._key_limits, self._parser, self._fair = cluster, key_limits, parser, fair
+    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, limits: BodyLimits, *, fair: bool) -> None:
+        """limits : of a line's body.  fair : whether requests have shares"""
+        self._cluster, self._key_limits, self._fair = cluster, key_limits, fair
+        self._admission = Admission(
+            body=[reading(limits)], last=[named(cluster), self._as_item, served(cluster), routed(cluster.routes)]
+        )
         self._clock_began_at = _began_at(cluster)
 
     @property
@@ -78,19 +78,20 @@ class LineDoor:
     async def _work_of(
         self, key: str, path: str, body: bytes, joules_per_token: Callable[[str], float | None]
     ) -> Work | None:
+        draft = Draft(ENDPOINTS[path], body=body)
         try:
-            call = self._parser.parse(path, body, MappingProxyType[str, str]({}))
+            self._admission.read(draft)
         except RequestError:
             return None
-        call = replace(call, prompt=replace(call.prompt, sender=key))
-        cluster = self._cluster
+        draft.key = key
+        call, cluster = draft.call(), self._cluster
         length = await cluster.lengths.expected(call, cluster.models.get(call.model))
         if length is None:
             queues = cluster.scheduler.models.get(call.model)
             seen = queues is not None and queues.service.answers > 0
             length = queues.service.tokens_mean if queues is not None and seen else float(ANSWER_TOKENS)
-            length = min(length, call.output_tokens_max or math.inf)
-        prompt_tokens, tokens = cluster.prompt_tokens.estimate(call), call.choices * length
+            length = min(length, call.bounds.output_tokens_max or math.inf)
+        prompt_tokens, tokens = cluster.prompt_tokens.estimate(call), call.bounds.choices * length
         price = self._key_limits.prices.get(call.model)
         joules = joules_per_token(call.model)
         return Work(
@@ -115,17 +116,15 @@ class LineDoor:
         account = self._account(key)
         if account is None:
             raise Unauthorized("the API key of this batch is not valid any more")
-        parse = self._parser.parse_large if self._parser.is_large(body) else None
-        headers = MappingProxyType[str, str]({})
-        call = await parse(path, body, headers) if parse else self._parser.parse(path, body, headers)
+        draft = Draft(ENDPOINTS[path], body=body, account=account, after_tokens=after_tokens)
+        if is_large(body):
+            await self._admission.read_in_thread(draft)
+        else:
+            self._admission.read(draft)
         if not client.is_in_flight:  # its window has closed, or its batch was cancelled
             return lambda: None
-        if not call.model:
-            call = of_only_model(call, list(self._cluster.models))
-        call = self._as_line(call, account, self._deadline_s(expires_at), after_tokens)
-        check_served(call, self._cluster)
-        if call.form is not COMPLETION:
-            call = self._cluster.routes.routed(call)
+        draft.deadline_s = self._deadline_s(expires_at)
+        call = self._admission.decide(draft)
         in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
         return partial(self._cluster.cancel, in_flight)
 
@@ -136,21 +135,16 @@ class LineDoor:
             self._clock_began_at = began_at
         return expires_at - self._clock_began_at
 
-    def _as_line(self, call: Call, account: Account, deadline_s: float, after_tokens: float) -> Call:
-        """The call as a line of its key's share. What the client asks for by tier or priority does not count."""
-        return replace(
-            call,
-            slo_s=deadline_s - self._cluster.now_s(),
-            deadline_s=deadline_s,
-            stream_name=account.name,
-            prompt=replace(call.prompt, sender=account.name),
-            share=self._share(account),
-            weight=account.policy.weight,
-            tier="",
-            priority=0,
-            background=True,
-            after_tokens=after_tokens,
-        )
+    def _as_item(self, draft: Draft) -> None:
+        """Give an item the share of its key. What the client asks for by tier or priority does not count."""
+        account, deadline_s = draft.account, draft.deadline_s
+        assert account is not None, "an item is of a key's batch"
+        assert deadline_s is not None, "a batch has a window"
+        draft.key = draft.stream_name = account.name
+        draft.share, draft.weight = self._share(account), account.policy.weight
+        draft.slo_s = deadline_s - self._cluster.now_s()
+        draft.tier, draft.priority = "", 0
+        draft.background = True
 
     def _charge(self, account: Account, model: str) -> KeyCharge | None:
         if not account.budgets and self._key_limits.usage is None:

@@ -96,7 +96,7 @@ class RunningCalls:
             in_flight.charge.started()
         if in_flight.trace is not None:
             in_flight.trace.started(in_flight, now_s)
-        if in_flight.call.background:
+        if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
         handle.add(in_flight)
         in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
@@ -154,7 +154,8 @@ class RunningCalls:
 def line_now(call: Call, request: Request, now_s: float) -> Call:
     """A line of a job as it starts: what is left of its window, and whether it counts as an online request by now."""
     slo_s = None if request.deadline_s is None else request.deadline_s - now_s
-    return msgspec.structs.replace(call, slo_s=slo_s, background=request.background)
+    terms = msgspec.structs.replace(call.terms, slo_s=slo_s, background=request.background)
+    return msgspec.structs.replace(call, terms=terms)
 
 
 class Forwarding:
@@ -166,7 +167,7 @@ class Forwarding:
         self.handle = handle
         self.in_flight = in_flight
         self._calls = calls
-        self._form = in_flight.call.form or COMPLETION
+        self._form = in_flight.call.wire.form or COMPLETION
         self._ended = self._named = False
         self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
         in_flight.usage = None
@@ -212,14 +213,14 @@ class Forwarding:
         if answer.served and in_flight.receipt is not None:
             in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
             answer.served = NOTHING
-        if in_flight.call.stream and answer.status < 400:
+        if in_flight.call.wire.stream and answer.status < 400:
             return self._stream(answer)
         if (body := answer.body()) is None:
             return None
         return self._declined(body) if answer.status >= 400 else self._whole(body)
 
     def _completed(self, tokens: int) -> RequestEnded:
-        choices = self.in_flight.call.choices
+        choices = self.in_flight.call.bounds.choices
         return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
 
     def _whole(self, body: bytes) -> RequestEnded:
@@ -281,7 +282,7 @@ class Forwarding:
     def _verdict(self, error: ErrorObject | None, body: bytes) -> Verdict:
         """What follows from an error before any content."""
         answer, call = self._answer, self.in_flight.call
-        names_model = answer.status == 404 and call.form in (None, COMPLETION)
+        names_model = answer.status == 404 and call.wire.form in (None, COMPLETION)
         return answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
 
     def _rest_s(self, *, refused: bool) -> float | None:
@@ -379,7 +380,7 @@ class Forwarding:
             raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
         in_flight = self.in_flight
         call, receipt = in_flight.call, in_flight.receipt
-        field = msgspec.json.encode(receipt.fields) if call.receipt and receipt is not None else b""
+        field = msgspec.json.encode(receipt.fields) if call.terms.receipt and receipt is not None else b""
         in_flight.usage = self._form.stream(call, field)
         return in_flight.usage
 

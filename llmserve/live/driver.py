@@ -204,7 +204,7 @@ class LiveCluster:
 
     def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
         call = in_flight.call
-        by_prefix = bool(call.share) or self.fleet.engines_of(call.model) > 1
+        by_prefix = bool(call.terms.share) or self.fleet.engines_of(call.model) > 1
         prompt_tokens = round(self.prompt_tokens.estimate(call), 1)
         in_flight.request = request_of(in_flight, forecast, prompt_tokens, self._secret, by_prefix=by_prefix)
         if in_flight.charge is None:
@@ -283,7 +283,8 @@ class LiveCluster:
             if action.reason == "model_not_found":
                 call = in_flight.call
                 known = call.model in self.models  # the queue that no engine lists was a lane
-                error = self.routes.missing(call) if known else model_not_found(call.model, self.models)
+                missing = self.routes.missing(call.wire.path, call.model)
+                error = missing if known else model_not_found(call.model, self.models)
             in_flight.fail(error)
         self._forget(in_flight)
 
@@ -378,21 +379,21 @@ def request_of(
     """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
     call, (predicted, quantiles) = in_flight.call, forecast
     deadline_s = call.deadline_s
-    if deadline_s is None and call.slo_s is not None:
-        deadline_s = in_flight.arrived_at_s + call.slo_s
+    if deadline_s is None and call.terms.slo_s is not None:
+        deadline_s = in_flight.arrived_at_s + call.terms.slo_s
     return Request(
         in_flight.request.id,
         predicted,
         deadline_s,
         quantiles,
         prompt_tokens,
-        call.choices,
+        call.bounds.choices,
         prefix_hashes(call.opening, secret) if by_prefix else (),
         call.lane or call.model,
-        call.stream_name,
+        call.terms.stream_name,
         sender_hash(call, secret),
-        call.share,
-        call.weight,
-        call.background,
-        call.after_tokens,
+        call.terms.share,
+        call.terms.weight,
+        call.terms.background,
+        call.terms.after_tokens,
     )

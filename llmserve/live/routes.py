@@ -6,15 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import EngineError, Passed
 from llmserve.errors import EngineFailed, NotFound, RequestError, Unavailable
 from llmserve.forecasts.saving import Saving
 from llmserve.live.fleet import EngineHandle, Fleet
 from llmserve.live.lanes import Lane
-from llmserve.request import Call
+from llmserve.request import Bounds, Call
 from llmserve.wire.answer_forms import COMPLETION
 
 RESPONSES = "/v1/responses"
@@ -44,48 +42,53 @@ class Routes:
         self._fleet = fleet
         self._origins: OrderedDict[str, Origin] = OrderedDict()  # by id of the response, the oldest first
 
-    def routed(self, call: Call) -> Call:
-        """The call with the lane in which it waits. Raises NotFound when no engine of its model has the endpoint."""
-        serving = self._fleet.serving(call.model)
-        able = [handle for handle in serving if call.path in handle.endpoints]
+    def lane_of(self, path: str, model: str, previous: str, key: str, bounds: Bounds) -> str:
+        """Name of the lane in which a call waits; "": the model's own queue.
+
+        previous, key : the earlier response from which the call goes on, and the name of its client's key
+        Raises NotFound when no engine of the model has the endpoint.
+        """
+        serving = self._fleet.serving(model)
+        able = [handle for handle in serving if path in handle.endpoints]
         if serving and not able:
-            raise self.missing(call)
-        origin = self._origins.get(call.previous) if call.previous else None
-        if call.previous and origin is None and self.has_keys() and not self.engines_are_groups:
-            raise _unknown(call.previous)
+            raise self.missing(path, model)
+        origin = self._origins.get(previous) if previous else None
+        if previous and origin is None and self.has_keys() and not self.engines_are_groups:
+            raise _unknown(previous)
         if origin is not None:
-            lane = Lane(call.model, engine=self._handle_of(origin, call.previous, call.prompt.sender, call.model).name)
+            lane = Lane(model, engine=self._handle_of(origin, previous, key, model).name)
             if len(able) == 1:
-                return call
-        elif call.choices and len(able) == len(serving):
-            return call
+                return ""
+        elif bounds.choices and len(able) == len(serving):
+            return ""
         else:
-            lane = Lane(call.model, call.path)
+            lane = Lane(model, path)
         if not serving and self._fleet.lanes >= LANES_UNLISTED_MAX:  # clients invent names
             raise Unavailable("no engine has told its models yet", code="no_engine", retry_after_s=1.0)
         self._fleet.open_lane(lane)
-        return replace(call, lane=lane.name)
+        return lane.name
 
     def no_endpoint(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None:
         """What the client is told when an engine has answered 404 or 405; None: the engine's own words.
 
         An engine that lists no endpoints speaks of the path unless it names the model or the earlier response.
         """
-        if call.path in handle.endpoints:
+        if call.wire.path in handle.endpoints:
             names = [name.encode() for name in (call.model, call.previous) if name]
-            if handle.endpoints.told is not None or call.form in (None, COMPLETION) or any(n in body for n in names):
+            is_completion = call.wire.form in (None, COMPLETION)
+            if handle.endpoints.told is not None or is_completion or any(name in body for name in names):
                 return None
-            self._fleet.lacks(handle, call.path)
-        if any(call.path in other.endpoints for other in self._fleet.serving(call.model)):
-            message = f"engine {handle.name} has no {call.path}; another engine may have it: ask again"
+            self._fleet.lacks(handle, call.wire.path)
+        if any(call.wire.path in other.endpoints for other in self._fleet.serving(call.model)):
+            message = f"engine {handle.name} has no {call.wire.path}; another engine may have it: ask again"
             return Unavailable(message, code="endpoint_not_found", retry_after_s=1.0)
-        return self.missing(call)
+        return self.missing(call.wire.path, call.model)
 
-    def missing(self, call: Call) -> NotFound:
-        """The error when no engine of a call's model has its endpoint."""
-        there = self.having(self._fleet.serving(call.model))
+    def missing(self, path: str, model: str) -> NotFound:
+        """The error when no engine of a model has an endpoint."""
+        there = self.having(self._fleet.serving(model))
         return NotFound(
-            f"no engine of the model {call.model!r} has {call.path}; there are {', '.join(there) or 'no endpoints'}",
+            f"no engine of the model {model!r} has {path}; there are {', '.join(there) or 'no endpoints'}",
             code="endpoint_not_found",
         )
 
@@ -99,7 +102,7 @@ class Routes:
     def note(self, in_flight: InFlightCall, response_id: str) -> None:
         """Remember which engine knows a response: the one that is answering, as this server names it."""
         assert in_flight.forwarding is not None, "an answer comes from an engine"
-        self._origins[response_id] = Origin(in_flight.forwarding.handle.name, in_flight.call.prompt.sender)
+        self._origins[response_id] = Origin(in_flight.forwarding.handle.name, in_flight.call.terms.key)
         if len(self._origins) > RESPONSES_MAX:
             self._origins.popitem(last=False)
 

@@ -125,8 +125,9 @@ class RequestTrace:
         )
         own = self._engine.get_span_context()
         parent = ("traceparent", f"00-{own.trace_id:032x}-{own.span_id:016x}-01")
-        others = tuple([header for header in call.headers if header[0] != "traceparent"])
-        in_flight.call = msgspec.structs.replace(call, headers=(*others, parent))
+        others = tuple([header for header in call.wire.headers if header[0] != "traceparent"])
+        wire = msgspec.structs.replace(call.wire, headers=(*others, parent))
+        in_flight.call = msgspec.structs.replace(call, wire=wire)
 
     def left(self, in_flight: InFlightCall, now_s: float, ended: RequestEnded | None) -> None:
         """End the span of the engine. ended : None: the engine was lost"""
@@ -154,8 +155,8 @@ class RequestTrace:
         if exchange.status:
             door.set_attribute("http.response.status_code", exchange.status)
         door.set_attribute("llmserve.request_id", in_flight.name)
-        if in_flight.call.prompt.sender:
-            door.set_attribute("llmserve.key", in_flight.call.prompt.sender)
+        if in_flight.call.terms.key:
+            door.set_attribute("llmserve.key", in_flight.call.terms.key)
         _count_tokens(door, in_flight)
         if error := in_flight.error or ("client_gone" if in_flight.gone else ""):
             door.set_attribute("error.type", error)
@@ -183,16 +184,16 @@ class RequestTrace:
 
 
 def _requested(call: Call, provider: str) -> dict[str, AttributeValue]:
-    path = call.path.removeprefix("/v1/")
+    path = call.wire.path.removeprefix("/v1/")
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": OPERATIONS.get(path, path),
         "gen_ai.provider.name": provider,
         "gen_ai.request.model": call.model,
     }
-    if call.output_tokens_max is not None:
-        attributes["gen_ai.request.max_tokens"] = call.output_tokens_max
-    if call.choices > 1:
-        attributes["gen_ai.request.choice.count"] = call.choices
+    if call.bounds.output_tokens_max is not None:
+        attributes["gen_ai.request.max_tokens"] = call.bounds.output_tokens_max
+    if call.bounds.choices > 1:
+        attributes["gen_ai.request.choice.count"] = call.bounds.choices
     return attributes
 
 

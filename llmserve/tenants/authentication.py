@@ -39,5 +39,11 @@ class Keys:
         return name
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The header with the client's key: Anthropic's clients send it as `x-api-key`."""
+    authorization, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if authorization is None and key else authorization
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()

@@ -8,10 +8,7 @@ before. So nothing waits for ever, under no order: a level that weighs little is
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from llmserve.errors import BadRequest
-from llmserve.request import Call
 from llmserve.tenants.key_file import KeyPolicy
 
 LEVEL_WEIGHT = 4.0
@@ -20,29 +17,29 @@ LEVELS = {"priority": -1, "flex": 1}  # of tiers; every other tier is 0
 ANY_LATER = (0, 2**31)
 
 
-def level_of(call: Call, policy: KeyPolicy) -> int:
+def level_of(policy: KeyPolicy, key: str, tier: str, priority: int) -> int:
     """How many levels the request stands back. Raises BadRequest when its key may not ask for that."""
-    if not call.tier and not call.priority:
+    if not tier and not priority:
         return 0
-    if call.tier in LEVELS and call.tier not in policy.tiers:
+    if tier in LEVELS and tier not in policy.tiers:
         raise BadRequest(
-            f"{_who(call)} may not ask for the service tier {call.tier!r}; it may ask for {', '.join(policy.tiers)}",
+            f"{_who(key)} may not ask for the service tier {tier!r}; it may ask for {', '.join(policy.tiers)}",
             param="service_tier",
             code="service_tier_not_allowed",
         )
     least, most = policy.priority or ANY_LATER
-    if not least <= call.priority <= most:
+    if not least <= priority <= most:
         may = f"from {least} to {most}" if policy.priority else "0 and above (less comes first)"
         raise BadRequest(
-            f"{_who(call)} may not ask for the priority {call.priority}; it may ask for {may}",
+            f"{_who(key)} may not ask for the priority {priority}; it may ask for {may}",
             param="priority",
             code="priority_not_allowed",
         )
-    return max(-LEVEL_MOST, min(LEVEL_MOST, LEVELS.get(call.tier, 0) + call.priority))
+    return max(-LEVEL_MOST, min(LEVEL_MOST, LEVELS.get(tier, 0) + priority))
 
 
-def _who(call: Call) -> str:
-    return "this key" if call.prompt.sender else "without keys (--api-key-file), a request"
+def _who(key: str) -> str:
+    return "this key" if key else "without keys (--api-key-file), a request"
 
 
 def shared_by(fair_by: str | None, *, keys: bool) -> str:
@@ -50,10 +47,7 @@ def shared_by(fair_by: str | None, *, keys: bool) -> str:
     return fair_by or ("key" if keys else "none")
 
 
-def with_share(call: Call, share: str, policy: KeyPolicy) -> Call:
-    """The call with its share and the share's weight. share : name of the key, stream or address"""
-    level = level_of(call, policy)
-    name, weight = (f"{share}//{level:+d}", policy.weight * LEVEL_WEIGHT**-level) if level else (share, policy.weight)
-    if (name, weight) == (call.share, call.weight):
-        return call
-    return replace(call, share=name, weight=weight)
+def share_of(name: str, policy: KeyPolicy, key: str, tier: str, priority: int) -> tuple[str, float]:
+    """The share of a request, and the share's weight. name : of the key, stream or address that shares are by"""
+    level = level_of(policy, key, tier, priority)
+    return (f"{name}//{level:+d}", policy.weight * LEVEL_WEIGHT**-level) if level else (name, policy.weight)

@@ -8,5 +8,6 @@ headers       : HTTP headers of llmserve
 json_text     : JSON as others send it
 lenient_json  : reads JSON of engines
 raw_views     : where the value of a field lies in a body, so that it can be exchanged without writing the body again
+terms         : the terms of a call between a gateway and the servers behind it, in one header
 typed_events  : reads streams whose events have a type
 """

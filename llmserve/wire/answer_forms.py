@@ -200,7 +200,7 @@ def _completion(body: bytes) -> WholeAnswer | None:
 
 
 def _completion_stream(call: Call, receipt: bytes) -> UsageFilter:
-    return UsageFilter(strip=call.usage_added, choices=call.choices, receipt=receipt)
+    return UsageFilter(strip=call.wire.usage_added, choices=call.bounds.choices, receipt=receipt)
 
 
 def _response(body: bytes) -> WholeAnswer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from calls import a_call
 
 from llmserve.calls.charges import most_tokens, used_tokens
 from llmserve.calls.in_flight import InFlightCall, Receipt
@@ -19,7 +20,7 @@ SERVICE = ServiceTime(seconds_per_token=0.5, tokens_mean=80.0)
 
 
 def call_of(*, stream: bool = False, **fields: Any) -> Call:
-    return Call("/v1/completions", b"", Prompt("", "m"), stream=stream, **fields)
+    return a_call("/v1/completions", b"", Prompt("", "m"), stream=stream, **fields)
 
 
 def in_flight(*, stream: bool = False, started: bool = True, choices: int = 1) -> InFlightCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from calls import a_call
 
 from llmserve.calls.in_flight import told_tokens
 from llmserve.request import Call
@@ -13,7 +14,7 @@ from predictor.prompt import Prompt
 
 def call(sender: str = "", own: float | None = None, choices: int = 1) -> Call:
     prompt = Prompt("hello", "m", sender=sender)
-    return Call("/v1/chat/completions", b"{}", prompt, False, predicted_tokens=own, choices=choices)
+    return a_call("/v1/chat/completions", b"{}", prompt, False, predicted_tokens=own, choices=choices)
 
 
 @pytest.mark.parametrize("tokens", [0.2, 1, 2, 3, 40, 389, 718, 731, 100_000])

@@ -1,6 +1,7 @@
 """Sizes and prefixes of prompts, without a tokenizer."""
 
 import pytest
+from calls import a_call
 from msgspec.structs import replace
 
 from llmserve.calls import prompt_size
@@ -16,7 +17,7 @@ from predictor.prompt import Prompt
 
 
 def call(text: str, system: str = "", history: int = 0, model: str = "m") -> Call:
-    return Call("/v1/chat/completions", b"{}", Prompt(text, model, system, history), stream=False)
+    return a_call("/v1/chat/completions", b"{}", Prompt(text, model, system, history), stream=False)
 
 
 def test_tokens_of_a_prompt_follow_the_engines_own_counts() -> None:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from calls import a_call
 from front import Front, StartFront, until
 from reader import Reader
 
@@ -14,7 +15,7 @@ from llmserve.calls.in_flight import InFlightCall, Receipt
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.estimates.remaining import remaining_s
 from llmserve.gateway.parse import PREDICTED_HEADER
-from llmserve.request import Call, Request
+from llmserve.request import Request
 from llmserve.scheduling.engines import OVERDUE_SHARE
 from llmserve.scheduling.rates import ServiceTime
 from llmserve.wire.event_stream import UsageFilter
@@ -26,7 +27,7 @@ SERVICE = ServiceTime(seconds_per_token=0.5, tokens_mean=80.0)
 
 async def left_s(quantiles: tuple[float, ...], *, streamed: int | None, ran_s: float, choices: int = 1) -> float:
     """streamed : tokens of a stream so far; None: the body comes whole. The call has waited for 3 s before."""
-    call = Call("/v1/completions", b"", Prompt("", "fake"), stream=streamed is not None, choices=choices)
+    call = a_call("/v1/completions", b"", Prompt("", "fake"), stream=streamed is not None, choices=choices)
     in_flight = InFlightCall(call, 1, Reader())
     median = quantiles[len(quantiles) // 2] if quantiles else None
     in_flight.request = Request(1, median, quantiles=quantiles, choices=choices)

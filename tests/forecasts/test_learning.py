@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from calls import a_call
 from reader import Reader
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.forecasts.learning import SLICE_S, TEMPLATES_SHARE, WAITING_MAX, WORDS_SHARE, Learning, Sample
 from llmserve.forecasts.lengths import Taught
-from llmserve.request import Call
 from predictor.prompt import Prompt
 
 
@@ -124,7 +124,7 @@ async def test_an_answer_that_cannot_be_learnt_stops_nothing() -> None:
         return True
 
     learns = Learning(learn, lambda: learnt.append(1), clock)
-    in_flight = InFlightCall(Call("/v1/completions", b"{}", Prompt("hello"), stream=False), 1, Reader())
+    in_flight = InFlightCall(a_call("/v1/completions", b"{}", Prompt("hello"), stream=False), 1, Reader())
     for tokens in (1.0, -1.0, 2.0):
         learns.answered(in_flight, tokens)
     learns.close()

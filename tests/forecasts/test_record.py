@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from calls import a_call
 from front import StartFront
 from msgspec.structs import replace
 
@@ -17,7 +18,9 @@ from predictor.prompt import Prompt
 
 
 def call(body: str = "{}") -> Call:
-    return Call("/v1/chat/completions", body.encode(), Prompt("hi \ud83d", "m", "be brief", 7, ("END",)), stream=False)
+    return a_call(
+        "/v1/chat/completions", body.encode(), Prompt("hi \ud83d", "m", "be brief", 7, ("END",)), stream=False
+    )
 
 
 def test_each_line_is_a_training_row(tmp_path: Path) -> None:

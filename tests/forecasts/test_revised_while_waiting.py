@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from calls import a_call
 from front import until
 from reader import Reader, submitted
 
@@ -20,7 +21,7 @@ from llmserve.engines.timed.server import FakeEngine
 from llmserve.forecasts.revisions import Revisions
 from llmserve.live.driver import LiveCluster
 from llmserve.live.journal import Header, Journal, replay
-from llmserve.request import Call, EngineInfo, Request
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import BatchEnded, Event, ForecastsRevised, RequestEnded, StartBatch
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
@@ -96,7 +97,7 @@ async def cluster_of(forecaster: Any, engine: FakeEngine, **settings: Any) -> As
 
 def submit(cluster: LiveCluster, tokens: int, **fields: Any) -> tuple[InFlightCall, Reader]:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": tokens}).encode()
-    call = Call("/v1/chat/completions", body, Prompt(str(tokens), "fake"), stream=False, **fields)
+    call = a_call("/v1/chat/completions", body, Prompt(str(tokens), "fake"), stream=False, **fields)
     return submitted(cluster, call)
 
 
@@ -136,7 +137,7 @@ async def test_templates_that_are_learnt_while_requests_wait_reorder_them() -> N
             tokens = 60 if number % 2 else 6
             body = json.dumps({"model": "fake", "messages": [], "max_tokens": tokens}).encode()
             prompt = Prompt(f"text {number}", "fake", system="essays" if number % 2 else "brief")
-            call = Call("/v1/chat/completions", body, prompt, stream=False)
+            call = a_call("/v1/chat/completions", body, prompt, stream=False)
             calls.append(submitted(cluster, call))
         await asyncio.gather(*[reader.head() for _, reader in calls])
         order = started(cluster.journal.steps)

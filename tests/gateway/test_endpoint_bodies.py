@@ -39,8 +39,8 @@ def test_any_body_is_read_or_refused(path: str, fields: dict[str, Any]) -> None:
     data = json.dumps({"model": "m", **fields}).encode()
     with contextlib.suppress(BadRequest):
         call = parse_call(path, data, BodyLimits(prompt_chars_max=1000))
-        assert call.form is ENDPOINTS[path].form
-        assert call.prompt_ids >= 0
+        assert call.wire.form is ENDPOINTS[path].form
+        assert call.bounds.prompt_ids >= 0
 
 
 @given(path=st.sampled_from(sorted(ENDPOINTS)), data=st.binary(max_size=200), boundary=st.sampled_from(["x", "", "é"]))
@@ -77,9 +77,9 @@ def test_the_wrong_field_is_named(path: str, fields: dict[str, Any], param: str)
 
 @pytest.mark.parametrize(("input_", "ids"), [("four", 0), ([1, 2, 3], 3), ([[1, 2], [3]], 3), ([], 1), (["a", "b"], 0)])
 def test_token_ids_of_an_embedding_are_counted(input_: Any, ids: int) -> None:
-    assert parse("/v1/embeddings", input=input_).prompt_ids == ids
+    assert parse("/v1/embeddings", input=input_).bounds.prompt_ids == ids
 
 
 def test_what_a_response_goes_on_from_is_kept() -> None:
     call = parse("/v1/responses", input="x", previous_response_id="resp-1", service_tier="flex", priority=2)
-    assert (call.previous, call.tier, call.priority, call.choices) == ("resp-1", "flex", 2, 1)
+    assert (call.previous, call.tier, call.priority, call.bounds.choices) == ("resp-1", "flex", 2, 1)

@@ -1,17 +1,14 @@
 """From JSON to a Call: fields that are read, refused or left unchanged."""
 
-import asyncio
 import json
-import threading
 import time
 from typing import Any
 
 import pytest
 
 from llmserve.errors import BadRequest
-from llmserve.gateway import parse as parse_module
 from llmserve.gateway.bodies import BodyLimits
-from llmserve.gateway.parse import CallParser, parse_call
+from llmserve.gateway.parse import parse_call
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
@@ -26,38 +23,38 @@ def parse(path: str = CHAT, slo_ms: str | None = None, headers: dict[str, str] |
 
 def test_a_plain_body_is_forwarded_byte_for_byte() -> None:
     data = b'{ "model":"m",  "messages":[{"role":"user","content":"h\\u00e9"}], "top_k": 7 }'
-    assert parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).body == data
+    assert parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).wire.body == data
 
 
 def test_a_streaming_body_gains_only_the_request_for_usage() -> None:
     data = b'{ "model":"m",  "messages":[{"role":"user","content":"hi"}], "stream": true }'
     call = parse_call(CHAT, data, BodyLimits(prompt_chars_max=100))
-    assert call.usage_added
-    assert call.body == b'{"stream_options":{"include_usage":true},' + data[1:]
+    assert call.wire.usage_added
+    assert call.wire.body == b'{"stream_options":{"include_usage":true},' + data[1:]
 
 
 def test_stream_options_of_the_client_are_kept_beside_llmserves() -> None:
     call = parse(stream=True, stream_options={"other": 1})
-    assert json.loads(call.body)["stream_options"] == {"other": 1, "include_usage": True}
-    assert call.usage_added
+    assert json.loads(call.wire.body)["stream_options"] == {"other": 1, "include_usage": True}
+    assert call.wire.usage_added
 
 
 def test_the_request_for_usage_does_not_switch_on_usage_in_every_event() -> None:
     """vLLM obeys this option only together with include_usage."""
     call = parse(stream=True, stream_options={"continuous_usage_stats": True})
-    assert json.loads(call.body)["stream_options"] == {"include_usage": True}
+    assert json.loads(call.wire.body)["stream_options"] == {"include_usage": True}
     stream_options = {"include_usage": True, "continuous_usage_stats": True}
-    assert json.loads(parse(stream=True, stream_options=stream_options).body)["stream_options"] == stream_options
+    assert json.loads(parse(stream=True, stream_options=stream_options).wire.body)["stream_options"] == stream_options
 
 
 def test_numbers_beyond_64_bits_are_kept_beside_the_request_for_usage() -> None:
     odd = {"large": 10**30, "small": 1e-300}
     data = json.dumps({**HELLO, "stream": True, "stream_options": {}, "metadata": odd}).encode()
-    assert json.loads(parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).body)["metadata"] == odd
+    assert json.loads(parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).wire.body)["metadata"] == odd
 
 
 def test_a_client_that_asks_for_usage_gets_it() -> None:
-    assert not parse(stream=True, stream_options={"include_usage": True}).usage_added
+    assert not parse(stream=True, stream_options={"include_usage": True}).wire.usage_added
 
 
 def test_the_predictor_reads_the_last_user_turn_and_the_system_prompt() -> None:
@@ -77,12 +74,12 @@ def test_a_completion_has_the_prompt_itself(prompt: Any, text: str) -> None:
 
 
 def test_the_newer_name_of_the_token_limit_wins() -> None:
-    assert parse(max_tokens=5).output_tokens_max == 5
-    assert parse(max_tokens=5, max_completion_tokens=7).output_tokens_max == 7
+    assert parse(max_tokens=5).bounds.output_tokens_max == 5
+    assert parse(max_tokens=5, max_completion_tokens=7).bounds.output_tokens_max == 7
 
 
 def test_a_deadline_comes_from_its_header() -> None:
-    assert parse(slo_ms="1500").slo_s == 1.5
+    assert parse(slo_ms="1500").terms.slo_s == 1.5
 
 
 @pytest.mark.parametrize(
@@ -132,11 +129,15 @@ def test_limits_and_stop_rules_bound_the_prediction(
     fields: dict[str, Any], tokens_min: int | None, tokens_max: int | None, stops: tuple[str, ...]
 ) -> None:
     call = parse(**fields)
-    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (tokens_min, tokens_max, stops)
+    assert (call.bounds.output_tokens_min, call.bounds.output_tokens_max, call.prompt.stop) == (
+        tokens_min,
+        tokens_max,
+        stops,
+    )
 
 
 def test_a_client_may_send_its_own_prediction() -> None:
-    assert parse(headers={"x-llmserve-predicted-tokens": "320"}).predicted_tokens == 320
+    assert parse(headers={"x-llmserve-predicted-tokens": "320"}).terms.predicted_tokens == 320
 
 
 def test_a_long_list_of_wrong_items_costs_little_more_than_reading_it() -> None:
@@ -161,12 +162,12 @@ def test_the_prompt_limit_counts_the_whole_conversation() -> None:
 )
 def test_answers_that_share_one_count_of_tokens_are_counted(prompt: Any, n: int | None, choices: int) -> None:
     data = json.dumps({"model": "m", "prompt": prompt, "n": n}).encode()
-    assert parse_call("/v1/completions", data, BodyLimits(prompt_chars_max=100)).choices == choices
+    assert parse_call("/v1/completions", data, BodyLimits(prompt_chars_max=100)).bounds.choices == choices
 
 
 def test_a_stream_is_named_by_its_header_only() -> None:
-    assert parse().stream_name == ""
-    assert parse(headers={"x-llmserve-stream": "night run/7"}).stream_name == "night run/7"
+    assert parse().terms.stream_name == ""
+    assert parse(headers={"x-llmserve-stream": "night run/7"}).terms.stream_name == "night run/7"
 
 
 @pytest.mark.parametrize("name", ["x" * 65, "caf\u00e9", "a\tb", "a\x7f"])
@@ -281,7 +282,7 @@ def test_what_a_request_needs_at_least_counts_only_what_is_certain(
 ) -> None:
     data = json.dumps({"model": "m", **fields}).encode()
     call = parse_call(PLAIN, data, BodyLimits(prompt_chars_max=100))
-    assert (call.tokens_min, call.context_min) == (tokens_min, context_min)
+    assert (call.bounds.tokens_min, call.bounds.context_min) == (tokens_min, context_min)
 
 
 def test_counts_of_one_body_do_not_add_to_those_of_the_next() -> None:
@@ -313,7 +314,7 @@ def test_a_prompt_is_text_or_token_ids_and_nothing_else(prompt: Any) -> None:
 def test_token_ids_are_counted(prompt: Any, ids: int, prompts: int) -> None:
     data = json.dumps({"model": "m", "prompt": prompt}, indent=1).encode()
     call = parse_call(PLAIN, data, BodyLimits(prompt_chars_max=100))
-    assert (call.prompt_ids, call.choices) == (ids, prompts)
+    assert (call.bounds.prompt_ids, call.bounds.choices) == (ids, prompts)
 
 
 def test_a_field_that_nobody_reads_may_hold_anything() -> None:
@@ -334,39 +335,10 @@ def test_only_the_options_of_the_body_itself_are_changed(options: str) -> None:
     before = '{"x":{"stream_options":{}}, "y":"\\"stream_options\\":null", "model":"m", "stream":true,'
     after = ' "messages":[{"role":"user","content":"\u00e9 stream_options"}]}'
     data = f'{before}"stream_options": {options},{after}'.encode()
-    body = parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).body
+    body = parse_call(CHAT, data, BodyLimits(prompt_chars_max=100)).wire.body
     assert body.startswith(before.encode())
     assert body.endswith(after.encode())
     assert json.loads(body)["stream_options"] == {**(json.loads(options) or {}), "include_usage": True}
-
-
-def test_a_large_body_is_parsed_in_a_thread_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    running, together = 0, 0
-
-    def parse_slowly(path: str, data: bytes, *settings: Any) -> Call:
-        nonlocal running, together
-        running += 1
-        together = max(together, running)
-        threads.append(threading.get_ident())
-        time.sleep(0.01)
-        running -= 1
-        return parse_call(path, data, *settings)
-
-    monkeypatch.setattr(parse_module, "parse_call", parse_slowly)
-
-    async def parse_several() -> None:
-        parser = CallParser(BodyLimits(prompt_chars_max=1_000_000, choices_max=128))
-        large = chat([{**SAID, "content": "x" * 300_000}])
-        calls = await asyncio.gather(*[parser.parse_large(CHAT, large, {}) for _ in range(3)])
-        assert [len(call.prompt.text) for call in calls] == 3 * [300_000]
-        with pytest.raises(BadRequest, match="messages"):
-            await parser.parse_large(CHAT, large.replace(b"messages", b"massages"), {})
-        assert threading.get_ident() not in threads
-        assert (parser.is_large(large), parser.is_large(chat([SAID]))) == (True, False)
-
-    asyncio.run(parse_several())
-    assert together == 1
 
 
 # ---- headers for the engine ----
@@ -375,12 +347,14 @@ def test_a_large_body_is_parsed_in_a_thread_one_at_a_time(monkeypatch: pytest.Mo
 def test_only_request_id_and_tracing_headers_go_to_the_engine() -> None:
     own_headers = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
     call = parse(headers={**own_headers, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
-    assert dict(call.headers) == own_headers
+    assert dict(call.wire.headers) == own_headers
 
 
 @pytest.mark.parametrize("value", ["", "x" * 257, "a\x00b", "a\tb", "a\x7f", "caf\xe9"])
 def test_a_header_that_is_too_long_or_unprintable_is_left_out(value: str) -> None:
-    assert parse(headers={"x-request-id": value, "traceparent": "x" * 256}).headers == (("traceparent", "x" * 256),)
+    assert parse(headers={"x-request-id": value, "traceparent": "x" * 256}).wire.headers == (
+        ("traceparent", "x" * 256),
+    )
 
 
 # ---- the prompt's opening ----

@@ -23,7 +23,7 @@ def parse(path: str = CHAT, **fields: Any) -> Call:
     """Parse, and check that nothing of the body was changed."""
     data = json.dumps({**HELLO, "prompt": "hello", "input": "hello", **fields}).encode()
     call = parse_call(path, data, LIMITS)
-    assert call.body == data or call.usage_added
+    assert call.wire.body == data or call.wire.usage_added
     return call
 
 
@@ -85,7 +85,7 @@ LIMIT_FIELDS = [
 def test_a_limit_that_cannot_be_read_is_the_engines_affair(
     path: str, field: str, spelling: Any, most: int | None
 ) -> None:
-    assert parse(path, **{field: spelling}).output_tokens_max == most
+    assert parse(path, **{field: spelling}).bounds.output_tokens_max == most
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN, RESPONSES, MESSAGES])
@@ -93,14 +93,14 @@ def test_a_limit_that_cannot_be_read_is_the_engines_affair(
     ("spelling", "stream"), [("false", False), ("true", True), (0, False), (1, True), (None, False), ("False", False)]
 )
 def test_a_stream_is_asked_for_in_any_spelling(path: str, spelling: Any, stream: bool) -> None:
-    assert parse(path, stream=spelling).stream is stream
+    assert parse(path, stream=spelling).wire.stream is stream
 
 
 @pytest.mark.parametrize(
     ("spelling", "n"), [(1.0, 1), ("3", 3), (None, 1), (0, 1), (-1, 1), (True, 1), ("2.0", 2), (4.0, 4)]
 )
 def test_the_number_of_answers_is_read_in_any_spelling(spelling: Any, n: int) -> None:
-    assert [parse(path, n=spelling).choices for path in (CHAT, PLAIN)] == [n, n]
+    assert [parse(path, n=spelling).bounds.choices for path in (CHAT, PLAIN)] == [n, n]
 
 
 @pytest.mark.parametrize("spelling", ["500", 500.0, 1e300])
@@ -131,9 +131,9 @@ def test_minus_infinity_and_nan_pass_to_engines_that_read_them() -> None:
     data = (
         b'{"model":"m","logit_bias":{"7":-Infinity},"x":"NaN","top_p":NaN,"messages":[{"role":"user","content":"hi"}]'
     )
-    assert parse_call(CHAT, data + b"}", LIMITS).body == data + b"}"
+    assert parse_call(CHAT, data + b"}", LIMITS).wire.body == data + b"}"
     options = b',"stream":true,"stream_options":{"x":Infinity}}'
-    streamed = parse_call(CHAT, data + options, LIMITS).body
+    streamed = parse_call(CHAT, data + options, LIMITS).wire.body
     assert streamed == data + b',"stream":true,"stream_options":{"x": Infinity, "include_usage": true}}'
 
 
@@ -175,13 +175,13 @@ def test_an_unknown_role_is_a_turn_like_others(path: str, role: str | None) -> N
 )
 def test_a_prompt_of_another_form_is_one_prompt_for_the_engine(prompt: Any) -> None:
     """llama.cpp takes the first two, vLLM a prompt of embeddings beside null."""
-    assert parse(PLAIN, prompt=prompt, n=3).choices == 3
+    assert parse(PLAIN, prompt=prompt, n=3).bounds.choices == 3
 
 
 def test_a_byte_order_mark_is_skipped() -> None:
     for path in (CHAT, PLAIN, RESPONSES, MESSAGES, "/v1/embeddings"):
         data = json.dumps({**HELLO, "prompt": "a", "input": "a"}).encode()
-        assert parse_call(path, b"\xef\xbb\xbf" + data, LIMITS).body == data
+        assert parse_call(path, b"\xef\xbb\xbf" + data, LIMITS).wire.body == data
 
 
 @pytest.mark.parametrize("path", [path for path, endpoint in ENDPOINTS.items() if "audio" not in path])

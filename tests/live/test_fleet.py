@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from calls import a_call
 from front import Front, StartFront, until
 from reader import answered, submitted
 from worlds.invariants import check
@@ -270,7 +271,7 @@ async def cluster_of(*engines: OpenAIEngine) -> AsyncIterator[LiveCluster]:
 
 def call(**fields: Any) -> Call:
     body = {"model": "fake", "messages": [], "max_tokens": 5}
-    return Call("/v1/chat/completions", json.dumps(body).encode(), Prompt("", "fake"), stream=False, **fields)
+    return a_call("/v1/chat/completions", json.dumps(body).encode(), Prompt("", "fake"), stream=False, **fields)
 
 
 async def test_llmserves_own_engine_is_restarted_on_order_when_it_is_empty() -> None:

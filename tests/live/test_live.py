@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from calls import a_call
 from front import Front, StartFront, until
 from reader import answered, submitted
 
@@ -21,7 +22,7 @@ from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.live import journal
 from llmserve.live.driver import LiveCluster
 from llmserve.live.journal import Header, Journal, Step
-from llmserve.request import Call, EngineInfo
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import EngineConfig, LiveConfig, ServerConfig
@@ -91,7 +92,7 @@ class Table:
 
 async def submit(cluster: LiveCluster, prompt: str, **fields: Any) -> Any:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": 4}).encode()
-    call = Call("/v1/chat/completions", body, Prompt(prompt, "fake"), stream=False, **fields)
+    call = a_call("/v1/chat/completions", body, Prompt(prompt, "fake"), stream=False, **fields)
     return await answered(cluster, call)
 
 
@@ -117,7 +118,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
 async def test_a_call_that_is_cancelled_leaves_its_engine_and_hears_no_more(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
-        call = Call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
+        call = a_call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
         in_flight, reader = submitted(front.cluster, call)
         await until(lambda: engine.running == 1)
         front.cluster.cancel(in_flight)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from batch_client import client_of, create, ended, jsonl, request
+from calls import a_call
 from front import Front, StartFront, until
 
 from llmserve.engines.process import free_port
 from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.live.calls import line_now
-from llmserve.request import Call, Request
+from llmserve.request import Request
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
 from llmserve.settings.tree import ApiConfig, EngineConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
@@ -220,9 +221,9 @@ async def test_lines_of_jobs_stay_in_the_background_behind_a_door(
 
 
 def test_a_line_that_starts_tells_what_is_left_of_its_window() -> None:
-    call = Call("/v1/completions", b"", Prompt("", ""), False, slo_s=100.0, deadline_s=100.0, background=True)
+    call = a_call("/v1/completions", b"", Prompt("", ""), False, slo_s=100.0, deadline_s=100.0, background=True)
     started = line_now(call, Request(1, deadline_s=100.0, background=False), now_s=70.0)
-    assert (started.slo_s, started.background) == (30.0, False)
+    assert (started.terms.slo_s, started.terms.background) == (30.0, False)
 
 
 async def test_a_stream_in_the_queue_of_a_group_hears_its_place_and_is_not_silent_for_the_door(

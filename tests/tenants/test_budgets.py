@@ -15,13 +15,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from calls import a_call
 from front import until
 from server_process import Server
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import BadRequest, ConfigError, RateLimited
-from llmserve.request import Call
 from llmserve.settings.tree import Config, ServerConfig
 from llmserve.tenants.budgets import Ledger
 from llmserve.tenants.key_file import Budgets, KeyFile, KeyPolicy, Limits, Price
@@ -51,7 +51,7 @@ def limits_of(ledger: Ledger, prices: Mapping[str, Price] | None = None, **budge
 
 
 def call_of(model: str = "m") -> InFlightCall:
-    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
+    return InFlightCall(a_call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
 
 
 async def charged(limits: KeyLimits, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:

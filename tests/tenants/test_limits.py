@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
+from calls import a_call
 from hypothesis import given
 from hypothesis import strategies as st
 from processor_time import cpu_s
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import BadRequest, ConfigError, RateLimited, Unauthorized
-from llmserve.request import Call, Request
+from llmserve.request import Request
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.settings.tree import ApiConfig
 from llmserve.tenants.authentication import Keys
@@ -82,7 +83,7 @@ def limits_of(limits: Limits | None = None, clock: Clock | None = None, **policy
 
 
 def call_of(model: str = "m", id_: int = 1) -> InFlightCall:
-    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), id_, NOBODY)
+    return InFlightCall(a_call("/v1/completions", b"", Prompt("", model), stream=False), id_, NOBODY)
 
 
 def charged(

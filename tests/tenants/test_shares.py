@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from front import Front, StartFront
-from msgspec.structs import replace
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import BadRequest
@@ -18,15 +17,10 @@ from llmserve.live.driver import LiveCluster
 from llmserve.request import Call
 from llmserve.settings.tree import ApiConfig, ServerConfig
 from llmserve.tenants.key_file import KeyPolicy
-from llmserve.tenants.shares import LEVEL_WEIGHT, with_share
+from llmserve.tenants.shares import LEVEL_WEIGHT, share_of
 from llmserve.wire.headers import QUEUE_HEADER, STREAM_HEADER
-from predictor.prompt import Prompt
 
 ALICE, BOB = {"authorization": "Bearer sk-1"}, {"authorization": "Bearer sk-2"}
-
-
-def call(tier: str = "", priority: int = 0) -> Call:
-    return Call("/v1/chat/completions", b"{}", Prompt("hello", "fake"), False, tier=tier, priority=priority)
 
 
 def keys(tmp_path: Path, of_alice: str = "") -> ServerConfig:
@@ -56,13 +50,13 @@ async def status(front: Front, key: dict[str, str], **fields: Any) -> int:
 
 
 def test_a_refusal_says_whether_there_are_keys() -> None:
-    for of_call, setting in ((call("priority"), "service tier"), (call(priority=-1), "priority -1")):
+    for tier, priority, setting in (("priority", 0, "service tier"), ("", -1, "priority -1")):
         with pytest.raises(
             BadRequest, match=rf"without keys \(--api-key-file\), a request may not ask for the {setting}"
         ):
-            with_share(of_call, "", KeyPolicy())
+            share_of("", KeyPolicy(), "", tier, priority)
         with pytest.raises(BadRequest, match=f"this key may not ask for the {setting}"):
-            with_share(replace(of_call, prompt=replace(of_call.prompt, sender="alice")), "alice", KeyPolicy())
+            share_of("alice", KeyPolicy(), "alice", tier, priority)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +70,19 @@ def test_a_step_back_or_forward_is_a_share_of_its_own_of_less_or_more_weight(
     tier: str, priority: int, level: int
 ) -> None:
     policy = KeyPolicy(weight=2.0, tiers=("auto", "default", "flex", "priority"), priority=(-3, 3))
-    shared = with_share(call(tier, priority), "alice", policy)
-    assert shared.weight == 2.0 * LEVEL_WEIGHT**-level
-    assert shared.share == ("alice" if level == 0 else f"alice//{level:+d}")
+    share, weight = share_of("alice", policy, "alice", tier, priority)
+    assert weight == 2.0 * LEVEL_WEIGHT**-level
+    assert share == ("alice" if level == 0 else f"alice//{level:+d}")
 
 
 def test_everybody_may_step_back_and_nobody_forward_without_a_word_in_the_key_file() -> None:
-    assert with_share(call(priority=1_000_000), "alice", KeyPolicy()).weight == LEVEL_WEIGHT**-3
+    assert share_of("alice", KeyPolicy(), "alice", "", 1_000_000) == ("alice//+3", LEVEL_WEIGHT**-3)
     with pytest.raises(BadRequest, match="may not ask for the priority -1; it may ask for 0 and above"):
-        with_share(call(priority=-1), "alice", KeyPolicy())
+        share_of("alice", KeyPolicy(), "alice", "", -1)
     with pytest.raises(BadRequest, match="may not ask for the service tier 'priority'; it may ask for auto, default"):
-        with_share(call(tier="priority"), "alice", KeyPolicy())
+        share_of("alice", KeyPolicy(), "alice", "priority", 0)
     with pytest.raises(BadRequest, match="it may ask for from 0 to 1"):
-        with_share(call(priority=2), "alice", KeyPolicy(priority=(0, 1)))
+        share_of("alice", KeyPolicy(priority=(0, 1)), "alice", "", 2)
 
 
 async def test_shares_are_of_keys_where_there_are_keys(
@@ -99,7 +93,10 @@ async def test_shares_are_of_keys_where_there_are_keys(
         assert await status(front, {**ALICE, STREAM_HEADER: "chat"}) == 200
         assert await status(front, BOB, service_tier="flex", priority=1) == 200
         assert await status(front, BOB, priority=-1) == 400
-    assert [(call.share, call.weight) for call in submitted] == [("alice", 3.0), ("bob//+2", LEVEL_WEIGHT**-2)]
+    assert [(call.terms.share, call.terms.weight) for call in submitted] == [
+        ("alice", 3.0),
+        ("bob//+2", LEVEL_WEIGHT**-2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,7 @@ async def test_shares_are_of_whom_fair_by_names(
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine, server=keys(tmp_path), limits=ApiConfig(fair_by=fair_by))
         assert await status(front, {**ALICE, STREAM_HEADER: "chat"}) == 200
-    assert [call.share for call in submitted] == [share]
+    assert [call.terms.share for call in submitted] == [share]
 
 
 async def test_the_clients_priority_is_not_the_engines(start_front: StartFront, tmp_path: Path) -> None:

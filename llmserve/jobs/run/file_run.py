@@ -13,31 +13,28 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO
 
-import msgspec
 import numpy as np
 
 from llmserve.calls.in_flight import Head, Receipt
 from llmserve.errors import ConfigError, RequestError
-from llmserve.gateway.aliases import of_only_model
 from llmserve.gateway.bodies import BodyLimits
-from llmserve.gateway.fitting import check_served
-from llmserve.gateway.parse import CallParser
+from llmserve.gateway.draft import Draft
+from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.stages import Admission, named, reading, refuse_streams, routed, served
 from llmserve.jobs.run.feeding import Feeder, Shapes, arranged
 from llmserve.jobs.run.file_rows import Numbered, results_of
 from llmserve.jobs.run.lines import answer_row, answer_tokens, line_of, refusal_row, row_id
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
 from llmserve.live.driver import LiveCluster
-from llmserve.request import Call
-from llmserve.wire.answer_forms import COMPLETION
 
 log = logging.getLogger("llmserve")
 
 JOB = "file"
 SAFE_S = 1.0  # results are forced to the disk so often
 MODELS_MAX = 256  # that are told apart
+UNLIMITED = BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30))
 UNKNOWN_TOKENS = 256.0  # forecast of an answer before the first one has ended
 
 
@@ -89,7 +86,6 @@ class FileRun:
         self._changed = asyncio.Event()
         self._trouble: OSError | None = None
         self._slots = 0
-        self._parser = CallParser(BodyLimits(**dict.fromkeys(BodyLimits.__struct_fields__, 1 << 30)))
         self._feeder = Feeder(slots=lambda model: self._slots)
 
     @property
@@ -127,10 +123,13 @@ class FileRun:
         shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), prefixes, of_models)
         lines = arranged(shapes, barrier=barrier, slots=slots)
         self._feeder.add(JOB, float("inf"), lines, models=models)
+        admission = Admission(
+            body=[reading(UNLIMITED), refuse_streams], last=[named(cluster), served(cluster), routed(cluster.routes)]
+        )
         try:
             with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)
                 while self.done < self.total:
-                    self._submit(cluster, source)
+                    self._submit(cluster, admission, source)
                     self._changed.clear()
                     try:
                         async with asyncio.timeout(SAFE_S):
@@ -142,29 +141,22 @@ class FileRun:
         finally:
             self._results.close()
 
-    def _submit(self, cluster: LiveCluster, source: IO[bytes]) -> None:
+    def _submit(self, cluster: LiveCluster, admission: Admission, source: IO[bytes]) -> None:
         for handed in self._feeder.take(time.monotonic()):
             line = self._lines[handed.number]
             source.seek(line.offset)
             client = _Line(self, handed.number)
             try:
-                call = self._call(source.read(line.size), handed.after_tokens)
-                if not call.model:
-                    call = of_only_model(call, list(cluster.models))
-                check_served(call, cluster)
-                cluster.submit(call if call.form is COMPLETION else cluster.routes.routed(call), client)
+                request = line_of(source.read(line.size))
+                draft = Draft(ENDPOINTS[request.url], body=bytes(request.body), background=True)
+                draft.after_tokens = handed.after_tokens
+                admission.read(draft)
+                cluster.submit(admission.decide(draft), client)
             except RequestError as error:
                 self.refused(handed.number, error)
             except Exception as error:
                 log.error("line %r failed", line.custom_id, exc_info=error)
                 self.refused(handed.number, RequestError("llmserve failed on this request", code="internal_error"))
-
-    def _call(self, data: bytes, after_tokens: float) -> Call:
-        line = line_of(data)
-        call = self._parser.parse(line.url, bytes(line.body), MappingProxyType({}))
-        if call.stream:
-            raise RequestError("a line of a file cannot stream", code="stream_not_possible")
-        return msgspec.structs.replace(call, background=True, after_tokens=after_tokens)
 
     # ---- results ----
 

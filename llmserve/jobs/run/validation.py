@@ -198,14 +198,14 @@ def _describe(record: Any, checker: _Checker, number: int, line: Line) -> int:
         record["model"] = checker.model("")
         return 0
     record["model"] = checker.model(call.model)
-    if call.stream:
+    if call.wire.stream:
         checker.add(LineError("stream_not_supported", "A batch has no streams.", number, "stream"))
     chars = len(call.prompt.text) + len(call.prompt.system) + call.prompt.history_characters
-    record["output_tokens_max"] = min(call.output_tokens_max or 0, 2**32 - 1)
+    record["output_tokens_max"] = min(call.bounds.output_tokens_max or 0, 2**32 - 1)
     opening = call.opening[:PREFIX_CHARS].encode(errors="replace")
     record["prefix"] = int.from_bytes(blake2b(opening, digest_size=8).digest())
-    prompt_tokens = call.prompt_ids or chars // CHARS_PER_TOKEN
-    return prompt_tokens + call.choices * (call.output_tokens_max or ANSWER_TOKENS)
+    prompt_tokens = call.bounds.prompt_ids or chars // CHARS_PER_TOKEN
+    return prompt_tokens + call.bounds.choices * (call.bounds.output_tokens_max or ANSWER_TOKENS)
 
 
 def _unreadable(rules: Rules, number: int, data: bytes, error: Exception) -> LineError:

@@ -1,0 +1,206 @@
+"""Requests that engines answer: each is admitted, queued, and answered as its engine answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from llmserve.calls.in_flight import Head, InFlightCall, Receipt, Trace, request_name
+from llmserve.errors import RequestError
+from llmserve.estimates.position import Places
+from llmserve.gateway.answers import error_parts
+from llmserve.gateway.draft import Draft
+from llmserve.gateway.endpoints import Endpoint
+from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
+from llmserve.gateway.stages import Admission, is_large
+from llmserve.http.exchange import Exchange
+from llmserve.request import Call
+from llmserve.tenants.keys import DOOR
+from llmserve.tenants.limits import Account
+from llmserve.wire.answer_forms import Silence, error_of_body
+from llmserve.wire.headers import (
+    BATCH_HEADER,
+    BIN_HEADER,
+    ENGINE_HEADER,
+    PREDICTED_HEADER,
+    QUEUE_HEADER,
+    STREAM_HEADERS,
+)
+
+if TYPE_CHECKING:
+    from llmserve.live.driver import LiveCluster
+
+BeginTrace = Callable[[Call, Exchange], Trace | None]
+"""Begins to trace a request; None: this one is not traced."""
+
+
+class Completions:
+    """Admits and queues the requests for engines.
+
+    clients   the stages of clients' requests
+    gateways  the stages of requests with the key of gateways, which differ from those of clients in the last list
+    refused   what a client is told of an error; counts the refusal
+    """
+
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        clients: Admission,
+        gateways: Admission,
+        refused: Callable[[Exchange, Exception], RequestError],
+        begin_trace: BeginTrace | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._clients, self._gateways = clients, gateways
+        self._refused = refused
+        self._begin_trace = begin_trace
+        self._reading: set[asyncio.Task[None]] = set()  # large bodies
+
+    def admit(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Take a request whose head has arrived through the stages that need no body. Raises RequestError."""
+        draft = Draft(endpoint, exchange.headers)
+        try:
+            self._clients.enter(draft)
+        finally:
+            if draft.account is not None:
+                exchange.on_end, exchange.key = draft.account.release, draft.key
+        exchange.state = draft
+
+    def complete(self, exchange: Exchange) -> None:
+        """Take a complete request through the other stages, and queue it."""
+        draft, exchange.state = exchange.state, None
+        draft.body = exchange.body
+        if self._clients.by_address:
+            draft.address = exchange.address
+        if is_large(draft.body):
+            reading = asyncio.get_running_loop().create_task(self._complete_large(draft, exchange))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
+            return
+        try:
+            self._clients.read(draft)
+            self._submit(draft, exchange)
+        except Exception as error:
+            exchange.refuse(self._refused(exchange, error))
+
+    async def _complete_large(self, draft: Draft, exchange: Exchange) -> None:
+        try:
+            await self._clients.read_in_thread(draft)
+            if not exchange.ended:
+                self._submit(draft, exchange)
+        except Exception as error:
+            exchange.refuse(self._refused(exchange, error))
+
+    def _submit(self, draft: Draft, exchange: Exchange) -> None:
+        account = draft.account
+        assert account is not None, "a request that was admitted has an account"
+        call = (self._gateways if account.name == DOOR else self._clients).decide(draft)
+        answer = _Answer(call, exchange, account)
+        trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
+        in_flight = self._cluster.submit(call, answer, account.charge(call.model), trace)
+        exchange.follow(in_flight)
+        if not exchange.ended:
+            exchange.on_gone = partial(self._cluster.cancel, in_flight)
+            if call.wire.stream:
+                exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.places)
+
+
+def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
+    """Return the headers that describe how the front-end served a call."""
+    headers = [
+        request_id_header(receipt.request_id, call),
+        (BIN_HEADER.encode(), b"%d" % receipt.bin),
+        (BATCH_HEADER.encode(), b"%d" % receipt.batch),
+        (QUEUE_HEADER.encode(), b"%.1f" % receipt.queue_ms),
+        (ENGINE_HEADER.encode(), receipt.engine.encode()),
+    ]
+    if receipt.predicted_tokens is not None:
+        headers.append((PREDICTED_HEADER.encode(), b"%.0f" % receipt.predicted_tokens))
+    return headers
+
+
+def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
+    """Return x-request-id: the client's, if sent."""
+    return b"x-request-id", request_name(request_id, call).encode()
+
+
+class _Answer:
+    """Writes the answer of a call to the client's connection."""
+
+    __slots__ = ("_account", "_call", "_exchange")
+
+    def __init__(self, call: Call, exchange: Exchange, account: Account) -> None:
+        self._call = call
+        self._exchange = exchange
+        self._account = account
+
+    @property
+    def paused(self) -> bool:
+        return self._exchange.paused
+
+    @property
+    def listens(self) -> bool:
+        return self._exchange.started
+
+    async def writable(self) -> None:
+        await self._exchange.writable()
+
+    def begin(self, head: Head) -> None:
+        if self._exchange.started:  # by a comment, with status 200
+            if head.body is not None:
+                self._write_error(error_of_body(head.status, head.body), head.receipt)
+            return
+        headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
+        headers += receipt_headers(head.receipt, self._call)
+        if self._account.is_limited:
+            headers += self._account.headers(self._call.model)
+        if head.retry_after is not None:
+            headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
+        headers += head.headers
+        if head.body is not None:
+            self._exchange.respond(head.status, headers, head.body)
+            return
+        told = dict(head.headers)
+        headers += [(name, value) for name, value in STREAM_HEADERS if name not in told]
+        self._exchange.start(head.status, headers, None)
+        if not head.content_type.startswith(EVENT_STREAM):
+            self._exchange.on_silence = None
+
+    def write(self, data: bytes) -> None:
+        self._exchange.write(data)
+
+    def end(self) -> None:
+        self._exchange.end()
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        if self._exchange.started:  # the status is already sent
+            self._write_error(self._call.wire.form.error(error), receipt)
+            return
+        status, headers, body = error_parts(error, self._exchange.endpoint)
+        if receipt is not None:
+            headers += receipt_headers(receipt, self._call)
+        self._exchange.respond(status, headers, body)
+
+    def _write_error(self, body: dict[str, Any], receipt: Receipt | None) -> None:
+        """End the stream with an error, in the form of its endpoint."""
+        if receipt is not None and self._call.terms.receipt:
+            body = {**body, "llmserve": receipt.fields}
+        self._exchange.write(self._call.wire.form.last_events(body))
+        self._exchange.end()
+
+    def keep_alive(self, in_flight: InFlightCall, places: Places) -> None:
+        """Write a comment that tells the call's place, and what the client counts as a sign of life."""
+        if in_flight.usage is not None and in_flight.usage.in_parts:
+            return
+        if not self._exchange.started:
+            headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
+            self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
+        silence = Silence(
+            comment_of(places.of(in_flight), running=in_flight.forwarding is not None),
+            in_flight.answered,
+            in_flight.usage,
+            counts_events(self._exchange.headers),
+        )
+        self._exchange.write(self._call.wire.form.keep_alive(silence))

@@ -1,0 +1,97 @@
+"""A call while the stages of its admission decide about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from llmserve.request import Bounds, Call, Terms, Wire
+from predictor.prompt import Prompt
+
+if TYPE_CHECKING:
+    from llmserve.gateway.endpoints import Endpoint
+    from llmserve.tenants.limits import Account
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class Draft(msgspec.Struct):
+    """What is known of a call so far. Stages fill in the fields; `call` makes the Call of them, once.
+
+    headers   the client's, with lower-case names
+    body      as the client has sent it, unpacked
+    address   of the client, where shares are by address; "" elsewhere
+    account   of the API key; from `within_limits` on
+    wire, prompt, bounds, opening, previous, tier, priority  from the body; `prompt` with the model that the body names
+    model     that serves the call
+
+    All other fields are those of the same names in Terms and Call.
+    """
+
+    endpoint: Endpoint
+    headers: Mapping[str, str] = NO_HEADERS
+    body: bytes = b""
+    address: str = ""
+    account: Account | None = None
+    # of the body
+    wire: Wire = Wire("", b"")
+    prompt: Prompt = Prompt("")
+    bounds: Bounds = Bounds()
+    opening: str = ""
+    previous: str = ""
+    tier: str = ""
+    priority: int = 0
+    # of the headers, the key and the server
+    model: str = ""
+    key: str = ""
+    share: str = ""
+    weight: float = 1.0
+    stream_name: str = ""
+    slo_s: float | None = None
+    deadline_s: float | None = None
+    predicted_tokens: float | None = None
+    receipt: bool = False
+    background: bool = False
+    after_tokens: float = 0.0
+    lane: str = ""
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            self.key,
+            self.share,
+            self.weight,
+            self.stream_name,
+            self.slo_s,
+            self.predicted_tokens,
+            self.receipt,
+            self.background,
+            self.after_tokens,
+        )
+
+    @terms.setter
+    def terms(self, terms: Terms) -> None:
+        for name in Terms.__struct_fields__:
+            setattr(self, name, getattr(terms, name))
+
+    def call(self) -> Call:
+        """The call as the stages have decided."""
+        prompt = self.prompt
+        if (self.model, self.key) != (prompt.model, prompt.sender):
+            prompt = replace(prompt, model=self.model, sender=self.key)
+        return Call(
+            self.wire,
+            prompt,
+            self.bounds,
+            self.terms,
+            self.opening,
+            self.previous,
+            self.tier,
+            self.priority,
+            self.deadline_s,
+            self.lane,
+        )
