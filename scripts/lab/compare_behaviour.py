@@ -83,7 +83,6 @@ WRONG_STARTS: dict[str, tuple[str, ...]] = {
     "bad alias": ("--alias", "a"),
     "table without a profile": ("--release", "table", "--engine", "http://127.0.0.1:9"),
     "bad release": ("--release", "static:x"),
-    "bad store": ("--store", "mysql://a"),
     "no origin": ("--cors-origin", "chat.example.com"),
     "no network": ("--trusted-proxy", "10.0.0.0/99"),
 }
