@@ -32,10 +32,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent / "lab"))
 
-from bench.arguments import parser_of
-from bench.progress import shared
-from reproduction.page import About, Page, disagreements, write_page
-from reproduction.rows import Report, Rows
+from kit.arguments import parser_of
+from kit.progress import shared
+from papers.page import About, Page, disagreements, write_page
+from papers.rows import Report, Rows
 
 from llmserve.errors import ConfigError
 
@@ -67,13 +67,13 @@ class Options:
 
 def _plain(page_module: str, measure_module: str, _: Options) -> Reproduction:
     """Return a reproduction that takes no options."""
-    page, module = (import_module(f"reproduction.{name}") for name in (page_module, measure_module))
+    page, module = (import_module(f"papers.{name}") for name in (page_module, measure_module))
     return Reproduction(module.measure, Page(page.TITLE, page.opening, page.SECTIONS, page.REASONS))
 
 
 def _multibin(options: Options) -> Reproduction:
-    from reproduction.multibin import page
-    from reproduction.multibin.simulated import measure
+    from papers.multibin import page
+    from papers.multibin.simulated import measure
 
     with_options = partial(measure, jobs=options.jobs, gsm8k_file=options.gsm8k)
     sections = page.sections(with_answers=options.gsm8k is not None)
@@ -81,8 +81,8 @@ def _multibin(options: Options) -> Reproduction:
 
 
 def _shepherd(options: Options) -> Reproduction:
-    from reproduction.shepherd import page
-    from reproduction.shepherd.measure import measure
+    from papers.shepherd import page
+    from papers.shepherd.measure import measure
 
     with_options = partial(measure, jobs=options.jobs, trace=options.trace)
     opening = partial(page.opening, traced=options.trace is not None)

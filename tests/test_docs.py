@@ -120,12 +120,6 @@ def commands(text: str) -> Iterator[list[str]]:
                     yield words
 
 
-def script_path(name: str) -> Path:
-    """The path of a script as the documents name it. A script of scripts/lab/ may still be in scripts/."""
-    path = ROOT / name
-    return path if path.exists() else ROOT / name.replace("scripts/lab/", "scripts/")
-
-
 @cache
 def output_of(*words: str) -> str:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -136,7 +130,7 @@ def output_of(*words: str) -> str:
 def known_flags(*command: str) -> frozenset[str]:
     """Flags that --help lists. command : as in the documents, without arguments."""
     if command[0] != "llmserve":
-        text = script_path(command[-1]).read_text() if command[0] != "python" else output_of(command[1], "--help")
+        text = (ROOT / command[0]).read_text() if command[0] != "python" else output_of(*command[1:], "--help")
     elif command[1] in re.findall(r"^    (\w+)  ", output_of("-m", "llmserve", "--help"), re.MULTILINE):
         text = output_of("-m", "llmserve", command[1], "--help")
         if "--help-all" in text:
@@ -157,9 +151,8 @@ def unknown_flags(words: list[str]) -> list[str]:
     else:
         command = tuple(words[:2])
         if words[0] == "python":
-            path = script_path(words[1])
-            assert path.is_file(), words[1]
-            command = ("python", path.relative_to(ROOT).as_posix())
+            assert (ROOT / words[1]).exists(), words[1]
+            command = tuple(words[:3] if words[1] == "scripts/lab" else words[:2])
     flags = known_flags(*command)
     return [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in flags]
 
@@ -185,7 +178,7 @@ def test_wrong_commands_are_detected() -> None:
 @every_page
 def test_every_named_script_exists(page: Path) -> None:
     named = {name.rstrip("/") for name in SCRIPT.findall(page.read_text())} - {"scripts/lab"}
-    assert sorted(name for name in named if not script_path(name).exists()) == []
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
 # ---- examples ---------------------------------------------------------------------------------------------------

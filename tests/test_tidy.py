@@ -85,7 +85,14 @@ CIRCLES: tuple[tuple[str, ...], ...] = (
     ("llmserve.calls.in_flight", "llmserve.calls.log_fields", "llmserve.live.calls", "llmserve.live.fleet"),
     ("llmserve.commands.advise", "llmserve.commands.advise_report"),
     ("llmserve.commands.solve", "llmserve.commands.solve_report"),
-    ("llmserve.http.connection", "llmserve.http.exchange", "llmserve.http.heads", "llmserve.http.server", "llmserve.http.streamed", "llmserve.http.turns"),
+    (
+        "llmserve.http.connection",
+        "llmserve.http.exchange",
+        "llmserve.http.heads",
+        "llmserve.http.server",
+        "llmserve.http.streamed",
+        "llmserve.http.turns",
+    ),
 )
 """Modules that import each other, directly or by way of others."""
 

@@ -74,7 +74,7 @@ class App:
     """Answers requests: for engines' endpoints directly, every other path by FastAPI.
 
     Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
-    than all of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
+    than all of scheduling (scripts/lab/questions/performance/frontend.py). admin: the keys for /admin; None: /admin is disabled.
     reload: reads keys, limits and engines again.  cors : pages of which origins may call.
     browsers : what pages may do while no key is required; None: everything
     aliases: the models behind other names, see aliases.py.  meter : of all engines' energy; None: none is known

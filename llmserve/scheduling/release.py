@@ -188,7 +188,7 @@ class Rate(Planned):
 
     Source: BatchMonitor, Algorithm 1, repaired: the throughput must exceed rate / headroom, a size may be 1, the rate
     is that of the last arrivals, and no request waits longer than `wait_s`. As printed:
-    scripts/lab/reproduction/batchmonitor.
+    scripts/lab/papers/batchmonitor.
     """
 
     arrivals: Arrivals

@@ -25,13 +25,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
-from bench import ROOT, client
-from bench.arguments import add_results, parser_of
-from bench.progress import log
-from bench.results import machine, write_json
-from bench.servers import Server, fake_engine, module, running
-from bench.tables import show
-from benchmark_frontend import BODY, STREAM_TOKENS, STREAMS, load_with_aiohttp, stream_events_per_s
+from kit import ROOT, client
+from kit.arguments import add_results, parser_of
+from kit.progress import log
+from kit.results import machine, write_json
+from kit.servers import Server, fake_engine, module, running
+from kit.tables import show
+from questions.performance.frontend import BODY, STREAM_TOKENS, STREAMS, load_with_aiohttp, stream_events_per_s
 
 CONNECTIONS = 32
 TOKEN_S = 0.004  # of each of the streams, so that hardly two events of one are read together
@@ -77,9 +77,10 @@ def simulated_us(checkout: Path, requests: int) -> float:
 def step_us(checkout: Path, folder: Path) -> float:
     """The median step of 12 engines and 3,000 queued requests, in the checkout's own benchmark."""
     output = folder / "steps.json"
-    script = str(checkout / "scripts/lab/benchmark_scheduler.py")
+    old = checkout / "scripts/lab/benchmark_scheduler.py"  # where it stood once
+    script = [str(old)] if old.is_file() else [str(checkout / "scripts/lab"), "performance.scheduler"]
     words = ["--rounds", "1", "--steps", "4000", "--requests", "200", "--output", str(output)]
-    _child_cpu_s(checkout, [sys.executable, script, *words])
+    _child_cpu_s(checkout, [sys.executable, *script, *words])
     steps = json.loads(output.read_text(encoding="utf-8"))["steps"]
     return float(next(step["step_us_p50"] for step in steps if step["case"] == "12 engines, 1 models"))
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from batch_client import client_of
 from front import Front, StartFront
-from postgres_cluster import Cluster, cluster, programs
+from kit.postgres import Cluster, cluster, programs
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.jobs.store.database import sqlite_url

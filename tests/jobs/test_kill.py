@@ -1,9 +1,9 @@
-"""A slice of scripts/lab/kill_jobs.py: kill -9 at random moments."""
+"""A slice of scripts/lab/campaigns/kill_jobs.py: kill -9 at random moments."""
 
 from __future__ import annotations
 
-import kill_jobs
 import pytest
+from campaigns import kill_jobs
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A script of scripts/ or scripts/lab/ as a module, for tests of its parts."""
+"""A script of scripts/ as a module, for tests of its parts."""
 
 import importlib.util
 import sys
@@ -6,12 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-FOLDERS = (SCRIPTS, SCRIPTS / "lab")  # on pytest's path, as on each running script's path
 
 
 def load_script(name: str) -> ModuleType:
-    (path,) = [folder / f"{name}.py" for folder in FOLDERS if (folder / f"{name}.py").is_file()]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

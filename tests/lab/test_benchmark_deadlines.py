@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import benchmark_deadlines
 import numpy as np
 import pytest
-from bench.results import rounded, with_rows
-from deadlines import simulated
-from deadlines.engines import Timed, profile_of, timed_engines
-from deadlines.ledger import WARM_UP, Answer, check, ledger_of
-from deadlines.runs import Count
-from deadlines.runs import run_of as run_from
-from deadlines.serving import Engines, measure
-from deadlines.tables import live_from, live_result, live_tables
-from deadlines.traffic import Arrival, Setting, Stream, draw
+from kit.results import rounded, with_rows
+from questions.deadlines import run as benchmark_deadlines
+from questions.deadlines import simulated
+from questions.deadlines.engines import Timed, profile_of, timed_engines
+from questions.deadlines.ledger import WARM_UP, Answer, check, ledger_of
+from questions.deadlines.runs import Count
+from questions.deadlines.runs import run_of as run_from
+from questions.deadlines.serving import Engines, measure
+from questions.deadlines.tables import live_from, live_result, live_tables
+from questions.deadlines.traffic import Arrival, Setting, Stream, draw
 
 from llmserve.live.journal import Header, Step
 from llmserve.request import EngineInfo, Request

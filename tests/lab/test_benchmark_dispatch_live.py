@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import benchmark_dispatch_live as live
 import pytest
-from bench.results import rounded
-from dispatch_journal import FreeWaits, free_waits, plans_of, run_of
+from kit.results import rounded
+from questions.dispatch import live
+from questions.dispatch.journal import FreeWaits, free_waits, plans_of, run_of
 from rich.console import Console
 
 from bins.curve import Curve

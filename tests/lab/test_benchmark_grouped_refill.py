@@ -7,16 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import benchmark_grouped_refill as benchmark
 import numpy as np
 import pytest
-from bench.client import MODEL
-from bench.rows import Row
-from grouped_refill import costs, passes, report
-from grouped_refill.costs import Costs
-from grouped_refill.slots import GroupedSlots
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.client import MODEL
+from kit.rows import Row
+from questions.grouped_refill import costs, passes, report
+from questions.grouped_refill import run as benchmark
+from questions.grouped_refill.costs import Costs
+from questions.grouped_refill.slots import GroupedSlots
 
 from llmserve.engines.timed.server import FakeEngine
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from script_module import load_script
+from questions.prediction import learner
 
 import predictor
 from llmserve.__main__ import main
@@ -20,7 +20,7 @@ WORDS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "kale", "
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("benchmark_learner")
+    return learner
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path, *words: str) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", ["benchmark_learner.py", "--output", str(output), *words])
+    monkeypatch.setattr(sys, "argv", ["lab prediction.learner", "--output", str(output), *words])
     script.main()
     result = json.loads(output.read_text())
     assert isinstance(result, dict)

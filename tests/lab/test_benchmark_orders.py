@@ -1,4 +1,4 @@
-"""scripts/lab/benchmark_orders.py: boost against shortest with a fixed patience."""
+"""scripts/lab/questions/orders/run.py: boost against shortest with a fixed patience."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-import benchmark_orders
 import numpy as np
 import pytest
+from questions.orders import run as benchmark_orders
 from scipy.stats import kendalltau
 
 
@@ -17,7 +17,7 @@ def test_every_order_is_measured_and_compared(
 ) -> None:
     lengths, output, figure = tmp_path / "lengths.csv", tmp_path / "orders.json", tmp_path / "orders.png"
     lengths.write_text("tokens\n" + "\n".join(str(10 * number % 700) for number in range(400)))
-    command = ["benchmark_orders.py", "--lengths", f"some={lengths}:tokens", "--requests", "150", "--seeds", "2"]
+    command = ["lab orders", "--lengths", f"some={lengths}:tokens", "--requests", "150", "--seeds", "2"]
     command += ["--loads", "0.95", "--taus", "0.63", "--output", str(output), "--plot", str(figure)]
     monkeypatch.setattr(sys, "argv", command)
     benchmark_orders.main()
@@ -29,7 +29,7 @@ def test_every_order_is_measured_and_compared(
     printed = capsys.readouterr().out
     assert "| some | 0.95 |" in printed
     assert "extreme forecasts, tau 0.63" in printed
-    monkeypatch.setattr(sys, "argv", ["benchmark_orders.py", "--results", str(output)])
+    monkeypatch.setattr(sys, "argv", ["lab orders", "--results", str(output)])
     benchmark_orders.main()
     assert capsys.readouterr().out.strip() in printed
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from script_module import load_script
-
-scaling = load_script("benchmark_scaling")
+from questions.fleet import scaling
 
 
 @pytest.mark.parametrize("rule", ["all", "wanted", "utilisation"])

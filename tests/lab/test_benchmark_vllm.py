@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import benchmark_vllm
 import numpy as np
 import psutil
 import pytest
-from bench import client, servers
-from bench.rows import Row
-from on_vllm import arrangements, killed, loads, passes, report
+from kit import client, servers
+from kit.rows import Row
+from questions.vllm import arrangements, killed, loads, passes, report
+from questions.vllm import run as benchmark_vllm
 from scipy.stats import kendalltau
 
 from llmserve.engines.timed.server import FakeEngine, Fault

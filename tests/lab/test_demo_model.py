@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from script_module import load_script
+from make import train_demo_model
 
 from llmserve.demo import demo_corpus
 from llmserve.demo.demo_corpus import Example
@@ -240,9 +240,9 @@ def test_quick_training_runs_from_corpus_to_documents(tmp_path: Path, monkeypatc
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     options = ["--quick", "--output", str(tmp_path / "model"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
-    monkeypatch.setattr(sys, "argv", ["train_demo_model.py", *options])
+    monkeypatch.setattr(sys, "argv", ["lab train_demo_model", *options])
     try:
-        load_script("train_demo_model").main()
+        train_demo_model.main()
     finally:
         torch.set_num_threads(threads)
     files = {path.name for path in (tmp_path / "model").iterdir()}

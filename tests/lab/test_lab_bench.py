@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench import ROOT, arguments, client, progress, results, rows, servers, tables
-from bench.rows import Row
+from kit import ROOT, arguments, client, progress, results, rows, servers, tables
+from kit.rows import Row
 
 from llmserve.engines.timed.server import FakeEngine, Fault
 

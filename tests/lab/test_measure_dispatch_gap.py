@@ -8,14 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from bench.rows import Row
-from script_module import load_script
+from kit.rows import Row
+from questions.dispatch import gap
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The script with one load and two weights, which take a second each."""
-    module = load_script("measure_dispatch_gap")
+    module = gap
     module.LOADS, module.WEIGHTS = (0.3,), (0.0, 5.0)  # type: ignore[attr-defined]
     return module
 
@@ -48,7 +48,7 @@ def test_the_command_prints_the_gaps_and_writes_them(
 ) -> None:
     path = tmp_path / "gap.json"
     monkeypatch.setattr(script, "measure", lambda: rows)
-    monkeypatch.setattr(sys, "argv", ["measure_dispatch_gap.py", "--json", str(path)])
+    monkeypatch.setattr(sys, "argv", ["lab dispatch.gap", "--json", str(path)])
     script.main()
     assert json.loads(path.read_text()) == [row.record for row in rows]
     printed = capsys.readouterr().out

@@ -1,7 +1,7 @@
 """The reference pages of settings and metrics agree with the code."""
 
 import pytest
-from lab import reference_pages
+from make import reference_pages
 
 from llmserve.settings.load import sections
 from llmserve.settings.tree import COMMON, Config
@@ -10,7 +10,7 @@ from llmserve.settings.tree import COMMON, Config
 @pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
 def test_a_page_is_generated_from_the_code(name: str) -> None:
     text = reference_pages.pages()[name]
-    assert (reference_pages.FOLDER / name).read_text() == text, "python scripts/lab/reference_pages.py writes it"
+    assert (reference_pages.FOLDER / name).read_text() == text, "python scripts/lab reference_pages writes it"
 
 
 def test_every_setting_has_a_row() -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fleet.group import EngineSpeed
-from fleet.layout import Death, Deaths, drawn_deaths, places
-from fleet.rounds import Fleet, Results, Settings
-from fleet.traffic import Burst, Sent, Traffic
+from questions.fleet.group import EngineSpeed
+from questions.fleet.layout import Death, Deaths, drawn_deaths, places
+from questions.fleet.rounds import Fleet, Results, Settings
+from questions.fleet.traffic import Burst, Sent, Traffic
 
 from llmserve.request import Request
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from reproduction.shepherd.worker import SimulatedWorker
+from papers.shepherd.worker import SimulatedWorker
 
 from bins.profile import StepTimes
 from llmserve.errors import JournalError

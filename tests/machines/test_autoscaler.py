@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_ray.nodes import Node
+from questions.machines.nodes import Node
 
 from llmserve.engines.process import free_port
 from llmserve.machines import local_ray

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fair_worlds import Ask, Clients
 from front import Front, StartFront, until
+from questions.fair.worlds import Ask, Clients
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live import journal

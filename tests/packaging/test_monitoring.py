@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import dashboard
 import pytest
 import yaml
 from front import StartFront
+from make import dashboard
+from make.reference_pages import all_metrics
 from promtool import PATH as PROMTOOL
 from promtool import needs_promtool, promtool
-from reference_pages import all_metrics
 from test_deploy import image_words, parsed
 
 from llmserve import __version__
@@ -52,7 +52,7 @@ def expressions() -> Iterator[str]:
 
 
 def test_the_dashboard_is_up_to_date() -> None:
-    assert dashboard.FILE.read_text() == dashboard.text(), "run scripts/lab/dashboard.py"
+    assert dashboard.FILE.read_text() == dashboard.text(), "run scripts/lab/make/dashboard.py"
 
 
 def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import reproduce
 from matplotlib.figure import Figure
-from reproduction import page
-from reproduction.batchmonitor.measure import (
+from papers import page
+from papers.batchmonitor.measure import (
     BASIC,
     DEADLINE_S,
     after_warm_up,
@@ -24,10 +24,10 @@ from reproduction.batchmonitor.measure import (
     ramp,
     write_trace,
 )
-from reproduction.multibin import engines, exponential, gsm8k, uniform
-from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, simulate_all
-from reproduction.rows import KINDS, Curve, Row, Rows, claim
-from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions
+from papers.multibin import engines, exponential, gsm8k, uniform
+from papers.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, simulate_all
+from papers.rows import KINDS, Curve, Row, Rows, claim
+from papers.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions
 
 from bins.fitting import Observation
 from bins.profile import PROFILES

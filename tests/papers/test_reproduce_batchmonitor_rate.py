@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reproduction.batchmonitor.printed_rate import PrintedRate, PrintedScheduling, WindowCount
+from papers.batchmonitor.printed_rate import PrintedRate, PrintedScheduling, WindowCount
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable

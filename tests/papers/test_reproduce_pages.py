@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import reproduce
 from matplotlib.figure import Figure
-from reproduction.page import NOT_EXPLAINED, About, Page, Section, disagreements, rows_of, verdict
-from reproduction.rows import Report, Row, Rows, claim, in_parts
+from papers.page import NOT_EXPLAINED, About, Page, Section, disagreements, rows_of, verdict
+from papers.rows import Report, Row, Rows, claim, in_parts
 
 from llmserve.errors import ConfigError
 

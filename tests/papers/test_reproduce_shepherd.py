@@ -13,11 +13,11 @@ import pytest
 from dispersion import index_of_dispersion
 from hypothesis import given
 from hypothesis import strategies as st
-from reproduction.rows import Rows
-from reproduction.shepherd import micro, table_5, workloads
-from reproduction.shepherd.models import BATCH_MAX, EVALUATED, TABLE_4, Model
-from reproduction.shepherd.nexus import ROUNDING, Cycle, Demand, Plan, Slot, pack, peaks_per_s, plan, plans
-from reproduction.shepherd.runs import (
+from papers.rows import Rows
+from papers.shepherd import micro, table_5, workloads
+from papers.shepherd.models import BATCH_MAX, EVALUATED, TABLE_4, Model
+from papers.shepherd.nexus import ROUNDING, Cycle, Demand, Plan, Slot, pack, peaks_per_s, plan, plans
+from papers.shepherd.runs import (
     CLOCKWORK,
     EDF,
     FFFS,
@@ -31,8 +31,8 @@ from reproduction.shepherd.runs import (
     WITHOUT_PREEMPTION,
     run,
 )
-from reproduction.shepherd.streams import Arrivals, Streams, Traffic
-from reproduction.shepherd.worlds import (
+from papers.shepherd.streams import Arrivals, Streams, Traffic
+from papers.shepherd.worlds import (
     BURSTY,
     STABLE,
     Effort,

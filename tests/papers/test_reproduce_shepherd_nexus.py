@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from reproduction.shepherd.nexus import Cycle, Slot
-from reproduction.shepherd.nexus_order import Nexus, Schedule
-from reproduction.shepherd.worker import SimulatedWorker
+from papers.shepherd.nexus import Cycle, Slot
+from papers.shepherd.nexus_order import Nexus, Schedule
+from papers.shepherd.worker import SimulatedWorker
 from worlds.invariants import check
 
 from bins.profile import StepTimes

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from reproduction.shepherd.printed_flex import Chosen, PrintedFlex, as_printed
+from papers.shepherd.printed_flex import Chosen, PrintedFlex, as_printed
 from worlds.invariants import check
 
 from bins.profile import StepTimes

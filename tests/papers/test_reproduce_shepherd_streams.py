@@ -9,7 +9,7 @@ import pytest
 from dispersion import index_of_dispersion
 from hypothesis import given
 from hypothesis import strategies as st
-from reproduction.shepherd.streams import (
+from papers.shepherd.streams import (
     Arrivals,
     Streams,
     Traffic,

@@ -1,7 +1,7 @@
 """A GPU that serves several models, by hand."""
 
 import pytest
-from reproduction.shepherd.worker import SimulatedWorker
+from papers.shepherd.worker import SimulatedWorker
 
 from bins.profile import StepTimes
 from llmserve.request import Batch, EngineInfo, Request

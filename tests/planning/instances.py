@@ -51,7 +51,7 @@ def random_instance(seed: int, models: int) -> Instance:
 
 
 def table_5(models: int, seed: int, groups: int = 10) -> Instance:
-    """As scripts/lab/benchmark_herd.py draws them, with one stream per model."""
+    """As scripts/lab/questions/herd/run.py draws them, with one stream per model."""
     rng = np.random.default_rng(seed)
     needs, memory = rng.lognormal(0.0, 1.0, models), rng.uniform(0.3, 1.7, models)
     names = [f"m{k}" for k in range(models)]

@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import median
 
 import pytest
-from fair_worlds import Ask, Clients, gaps
+from questions.fair.worlds import Ask, Clients, gaps
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.fixed_choice import FixedChoice

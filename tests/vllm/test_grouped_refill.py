@@ -1,11 +1,11 @@
-"""Slots of vLLM that are handed over in groups, as scripts/lab/benchmark_grouped_refill.py does."""
+"""Slots of vLLM that are handed over in groups, as scripts/lab/questions/grouped_refill/run.py does."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from grouped_refill import passes
-from grouped_refill.slots import GroupedSlots
+from questions.grouped_refill import passes
+from questions.grouped_refill.slots import GroupedSlots
 
 SLOTS = 4
 TOKENS = np.array([6 + 7 * (index % 4) for index in range(20)])  # single slots get free one by one

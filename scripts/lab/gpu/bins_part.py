@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bench import client
-from bench.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
-from bench.rows import Row, select, values
-from bench.servers import Server, front_end
+from kit import client
+from kit.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
+from kit.rows import Row, select, values
+from kit.servers import Server, front_end
 
 from bins.edges import equal_mass_edges
 from gpu import profile_part

@@ -34,9 +34,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import ROOT
-from bench.arguments import exit_on, parser_of, positive
-from bench.progress import log
+from kit import ROOT
+from kit.arguments import exit_on, parser_of, positive
+from kit.progress import log
 from rich.console import Console
 from rich.table import Table
 

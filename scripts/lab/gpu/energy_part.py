@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from bench import client
-from bench.figures import BLUE, GREEN, GREY, new_figure, save
-from bench.servers import Server, front_end
+from kit import client
+from kit.figures import BLUE, GREEN, GREY, new_figure, save
+from kit.servers import Server, front_end
 
 from gpu import profile_part
 from gpu.machine import Machine

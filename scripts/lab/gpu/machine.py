@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench import ROOT
-from bench.progress import log
-from bench.servers import Server, module, running
+from kit import ROOT
+from kit.progress import log
+from kit.servers import Server, module, running
 
 from gpu.device import Device, Gpu, PretendedNvml, gpu_here, gpu_of
 from gpu.shapes import PROMPT_WORDS

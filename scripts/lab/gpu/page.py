@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import ROOT
-from bench.arguments import parser_of
-from bench.tables import markdown
+from kit import ROOT
+from kit.arguments import parser_of
+from kit.tables import markdown
 
 from gpu import bins_part, energy_part, predictor_part, profile_part, refill_part
 from gpu.campaign import PARTS

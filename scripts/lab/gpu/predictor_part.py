@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.figures import BLUE, new_figure, save
+from kit.figures import BLUE, new_figure, save
 
 from gpu.machine import Machine
 from gpu.plans import CampaignPlan

@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from bench.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
-from bench.results import straight_line
+from kit.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
+from kit.results import straight_line
 
 from bins.fitting import Observation
 from bins.profile import Profile

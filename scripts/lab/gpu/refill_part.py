@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.figures import BLUE, GREY, new_figure, save
-from bench.servers import front_end
+from kit.figures import BLUE, GREY, new_figure, save
+from kit.servers import front_end
 
 from gpu.bins_part import ORACLE, all_at_once, joules_per_token
 from gpu.machine import Machine

@@ -19,8 +19,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from bench.progress import log
-from bench.results import day_and_machine, rounded
+from kit.progress import log
+from kit.results import day_and_machine, rounded
 
 T = TypeVar("T")
 

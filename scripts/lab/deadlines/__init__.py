@@ -1,1 +1,0 @@
-"""Parts of benchmark_deadlines.py: shares of deadlines met, live and simulated."""

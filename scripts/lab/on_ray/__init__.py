@@ -1,1 +1,0 @@
-"""A cluster of several Ray nodes on one machine, its load, and what is killed: for benchmark_machines.py."""

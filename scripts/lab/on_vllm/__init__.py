@@ -1,1 +1,0 @@
-"""Parts of benchmark_vllm.py: llmserve in front of real vLLM servers."""

@@ -1,0 +1,1 @@
+"""What bins and windows gain on engines that run batches to their end: docs/results/bins.md."""

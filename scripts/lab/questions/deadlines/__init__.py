@@ -1,0 +1,1 @@
+"""Shares of deadlines met, live and simulated: docs/results/deadlines.md."""

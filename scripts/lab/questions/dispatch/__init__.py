@@ -1,0 +1,1 @@
+"""When a batch should wait: docs/results/dispatch.md."""

@@ -1,0 +1,1 @@
+"""How fair shares are, beside floods and over time: docs/results/fair.md."""

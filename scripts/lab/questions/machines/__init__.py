@@ -1,0 +1,1 @@
+"""A cluster of several Ray nodes on one machine, its load, and what is killed: docs/results/machines.md."""

@@ -1,0 +1,1 @@
+"""Which order serves best, with forecasts as rough as real ones: docs/results/orders.md."""

@@ -1,0 +1,1 @@
+"""What the front-end and the scheduler cost: docs/results/performance.md."""

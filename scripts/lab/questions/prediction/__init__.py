@@ -1,0 +1,1 @@
+"""How well lengths are predicted, and how quickly learnt: docs/results/prediction.md."""

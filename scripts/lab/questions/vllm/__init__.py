@@ -1,0 +1,1 @@
+"""llmserve in front of real vLLM servers: docs/results/vllm.md."""
