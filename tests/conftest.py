@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 from front import Front, StartFront, until
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 

@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("wire",),
     ("scheduling",),
     ("settings",),
+    ("part",),
     ("http",),
     ("demo",),
     ("engines",),

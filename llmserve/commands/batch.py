@@ -20,7 +20,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -94,15 +94,18 @@ def run(args: argparse.Namespace, path: Path, output: Path) -> int:
 async def run_file(config: Config, path: Path, lines: Any, output: Path, errors: Path) -> int:
     """Run the lines of a file that have no result yet. Returns the exit status."""
     from llmserve.jobs.run.file_run import FileRun
-    from llmserve.server.reload import Reloader
-    from llmserve.server.start import checked, start_cluster
+    from llmserve.live.driver import LiveCluster
+    from llmserve.part import Server
+    from llmserve.server.parts import DRIVER
+    from llmserve.server.serving import checked, opened
 
-    config = checked(config)
+    config = checked(config, DRIVER)
     file_run = FileRun(path, lines, output, errors)
     print(f"{file_run.total} lines, {file_run.done} of them done before", file=sys.stderr)
     if file_run.done < file_run.total:
-        async with AsyncExitStack() as stack:
-            cluster, _, _ = await start_cluster(config, stack, Reloader(config))
+        server = Server(config)
+        async with opened(DRIVER, server):
+            cluster = server.get(LiveCluster)
             cluster.start()
             with progress(file_run, cluster):
                 while not any(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)

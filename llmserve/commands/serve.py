@@ -16,38 +16,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import logging
 import os
 import shlex
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from llmserve.errors import ConfigError
 from llmserve.runtime import logs
 from llmserve.settings import load as configuration
-from llmserve.settings.tree import COMMON, TITLES, Config, aliases_of
+from llmserve.settings.tree import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
-    from llmserve.forecasts.saving import Saver
-    from llmserve.http.exchange import Exchange
-    from llmserve.http.server import DoorLimits
     from llmserve.live.driver import LiveCluster
-    from llmserve.observe.key_usage import KeyUsage
-    from llmserve.observe.metrics import Metrics
-    from llmserve.observe.traces import Traces
     from llmserve.server.reload import Reloader
 
 log = logging.getLogger("llmserve")
 
 FIRST_WORD_S, WORD_EVERY_S = 3.0, 10.0  # while no engine is ready
-METRICS_CONNECTIONS_MAX = 64  # scrapers and probes are few
-LOOPBACK = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +91,7 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
     read : reads the settings again.  has_file : whether a file of settings is given
     """
     from llmserve.server.reload import Reloader
+    from llmserve.server.serving import serving
 
     stop, stop_now = asyncio.Event(), asyncio.Event()
     reloader, reloading = Reloader(config, read), set[asyncio.Task[None]]()
@@ -135,7 +125,7 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
 
 
 async def _reload(reloader: Reloader) -> None:
-    if not reloader.has_parts:
+    if not reloader.is_ready:
         log.warning("nothing is read again: the server is starting")
         return
     try:
@@ -155,139 +145,6 @@ async def _drain(cluster: LiveCluster, within_s: float, stop_now: asyncio.Event)
     if not draining.done() or not draining.result():
         log.warning("some requests have not ended and are aborted")
     draining.cancel()
-
-
-@contextlib.asynccontextmanager
-async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIterator[tuple[LiveCluster, str]]:
-    """Run the whole server inside the block: engines, predictor, cluster, endpoints. Yields the cluster and base URL.
-
-    reloader : reads the settings again; None: files are read again, by the same settings
-    Raises LLMServeError when the server cannot start.
-    """
-    from llmserve.forecasts import state_file
-    from llmserve.gateway.app import App
-    from llmserve.http.server import accepting, base_url, check_host, is_loopback, listening_socket
-    from llmserve.jobs.endpoints import BatchEndpoints
-    from llmserve.jobs.parts import open_jobs
-    from llmserve.server.reload import Reloader, engines_part, keys_part
-    from llmserve.server.start import checked, start_cluster, warn_of_unserved
-    from llmserve.tenants.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
-    from llmserve.web.browsers import Browsers
-    from llmserve.web.cors import Cors
-
-    key_file, admin = keys_of(config), admin_keys_of(config)
-    check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
-    limits = _door_limits(config)
-    if config.server.metrics_host is not None and config.server.metrics_port is None:
-        raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
-    reloader = reloader or Reloader(config)
-    config = checked(config)
-    async with AsyncExitStack() as stack:
-        kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
-        ledger = open_ledger(config, stack)
-        server = config.server
-        listener = stack.enter_context(listening_socket(server.host, server.port))
-        if server.metrics_port is not None:
-            state_listener = stack.enter_context(listening_socket(server.metrics_host or LOOPBACK, server.metrics_port))
-        cluster, gpus, saver = await start_cluster(config, stack, reloader, kept)
-        usage, metrics = await _counted(config, cluster, gpus, saver, stack)
-        key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
-        reloader.add(keys_part(key_limits))
-        reloader.add(engines_part(config, cluster))
-        jobs = await stack.enter_async_context(open_jobs(config, cluster, key_limits))
-        traces = _traces(config, cluster, metrics)
-        batches = BatchEndpoints(jobs, key_limits.keys) if jobs is not None else None
-        on_loopback = is_loopback(server.host)
-        browsers = Browsers(server.cors_origin, server.allowed_host, on_loopback=on_loopback)
-        app = App(
-            *(cluster, metrics, key_limits, config.limits, admin, reloader.reload),
-            *(Cors(server.cors_origin), browsers, aliases_of(config.engines.alias), batches),
-            *(metrics.meter_of_all, traces),
-        )
-        if server.metrics_port is not None:
-            few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
-            await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
-            log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
-        if traces is not None:
-            stack.push_async_callback(traces.close)  # after the door, whose last requests have spans
-        door = await stack.enter_async_context(accepting(app, listener, limits))
-        metrics.follow_server(door)
-        door.followers += _followers(config, traces)
-        stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
-        cluster.start()
-        if jobs is not None:
-            stack.push_async_callback(jobs.close)
-            jobs.start()
-            metrics.follow_jobs(jobs.runner.feed)
-        warning = asyncio.create_task(warn_of_unserved(config, cluster))
-        stack.callback(warning.cancel)
-        yield cluster, base_url(listener)
-
-
-def _door_limits(config: Config) -> DoorLimits:
-    from llmserve.http.proxies import TrustedProxies
-    from llmserve.http.server import DoorLimits
-    from llmserve.jobs.endpoints import FILES
-
-    return DoorLimits(
-        config.limits.body_bytes_max,
-        config.live.buffer_bytes_max,
-        config.limits.buffers_bytes_max,
-        config.live.client_stall_s,
-        keep_alive_s=config.live.keep_alive_s,
-        streamed=(FILES,),
-        trusted_proxies=TrustedProxies(config.server.trusted_proxy),
-    )
-
-
-def _traces(config: Config, cluster: LiveCluster, metrics: Metrics) -> Traces | None:
-    """What traces requests; None: nothing does, and OpenTelemetry is not imported."""
-    if not config.server.traces_sample:
-        return None
-    from llmserve.observe.traces import Traces, otlp
-
-    return Traces(config.server.traces_sample, lambda: metrics.order, cluster.now_s, otlp())
-
-
-def _followers(config: Config, traces: Traces | None) -> list[Callable[[Exchange], None]]:
-    """Who hears of each request that has ended."""
-    from llmserve.observe import access_log
-
-    followers: list[Callable[[Exchange], None]] = [traces.ended] if traces is not None else []
-    if config.server.access_log:
-        access_log.enable()
-        followers.append(access_log.write)
-    return followers
-
-
-async def _counted(
-    config: Config, cluster: LiveCluster, gpus: str | None, saver: Saver | None, stack: AsyncExitStack
-) -> tuple[KeyUsage | None, Metrics]:
-    """What counts the use of keys, None without keys, and the metrics."""
-    from llmserve.observe.counters import Families
-    from llmserve.observe.energy import meter_of_all
-    from llmserve.observe.energy_meters import energy_meters
-    from llmserve.observe.key_usage import KeyUsage
-    from llmserve.observe.metrics import Metrics
-    from llmserve.observe.table import TABLE
-
-    families = Families(TABLE)
-    usage = KeyUsage(lambda: cluster.models, families) if config.server.api_key_file else None
-    if usage is not None:
-        cluster.journal.listen(usage.observe)
-    profiles = config.dispatch.profiles()
-    meters = await energy_meters(config, cluster, profiles, gpus, stack)
-    if usage is not None:
-        usage.meter = meter_of_all(meters)
-    metrics = Metrics(
-        cluster,
-        config.scheduling.full_batch,
-        meters,
-        energy_known=all(profile.energy_known for profile in profiles.values()),
-        saver=saver,
-        families=families,
-    )
-    return usage, metrics
 
 
 @contextlib.contextmanager

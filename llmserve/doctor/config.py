@@ -10,12 +10,10 @@ from llmserve.engines.engine import EngineError, Health
 from llmserve.engines.kinds import SLOTS_FIRST, Servers
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.errors import ConfigError
-from llmserve.http.server import check_host
-from llmserve.server.start import checked
+from llmserve.server.serving import checked
 from llmserve.settings.by_model import PREFIX, by_model
 from llmserve.settings.tree import Config
 from llmserve.spelling import nearest
-from llmserve.tenants.keys import admin_keys_of, keys_of
 
 CHARS_PER_TOKEN = 4.0  # of English prompts, about
 BY_LENGTH = ("shortest", "boost")
@@ -27,7 +25,6 @@ Probed = dict[str, Health | EngineError]
 def findings(config: Config) -> list[Finding]:
     """All findings. Asks the engines by URL how they are."""
     try:
-        check_settings(config)
         config = checked(config)
     except ConfigError as error:
         return [Finding("wrong", "settings", f"The server does not start: {error}.", "Change the setting it names.")]
@@ -40,13 +37,6 @@ def findings(config: Config) -> list[Finding]:
         *limit_findings(config, slots, probed),
         *operator_findings(config),
     ]
-
-
-def check_settings(config: Config) -> None:
-    """Raise ConfigError for what only the start of a server reads: files of keys, and the address."""
-    key_file = keys_of(config)
-    admin_keys_of(config)
-    check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
 
 
 # ---- engines ----

@@ -458,6 +458,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Whether engines run batches to their end; true also for a mix with refill engines."""
         return self.engines.barrier or self.engines.has_embedded
 
+    def resolved(self) -> Config:
+        """Fill in the defaults that depend on the engines. Raises ConfigError on contradictions among the engines."""
+        self.engines.check()
+        return msgspec.structs.replace(self, scheduling=self.scheduling.resolved(self.barrier))
+
     def shown(self, origin: Mapping[str, str]) -> str:
         """Return all settings as TOML, see config.shown, with the defaults that depend on the engines."""
         scheduling = self.scheduling.resolved(self.barrier)

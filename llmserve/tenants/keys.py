@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from llmserve.errors import ConfigError
-from llmserve.estimates.queue_times import LiveQueueTimes
-from llmserve.live.driver import LiveCluster
-from llmserve.observe.metrics import Metrics
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.settings.tree import Config
 from llmserve.tenants.authentication import Keys
-from llmserve.tenants.budgets import Ledger
 from llmserve.tenants.key_file import KeyFile, Limits, read_key_file, read_keys
-from llmserve.tenants.limits import KeyLimits, UsageCounts
-from llmserve.tenants.usage_file import UsageFile
 
 USAGE_FILE = "usage.sqlite"
 DOOR = "/door"  # name of the doors' key: no client's key has a slash in its name
@@ -31,7 +24,7 @@ def keys_of(config: Config) -> KeyFile:
         raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
     if server.usage_file and not (server.api_key_file or "").endswith(".toml"):
         raise ConfigError("usage_file: only a TOML file of --api-key-file has budgets")
-    if file.has_budgets and _usage_path(config) is None:
+    if file.has_budgets and usage_path(config) is None:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
     if server.door_key_file is not None:
         (key,) = read_keys(Path(server.door_key_file)).values()
@@ -47,25 +40,6 @@ def admin_keys_of(config: Config) -> Keys | None:
     return Keys(read_keys(Path(path))) if path else None
 
 
-def key_limits_of(
-    config: Config,
-    file: KeyFile,
-    cluster: LiveCluster,
-    metrics: Metrics,
-    ledger: Ledger | None,
-    usage: UsageCounts | None,
-) -> KeyLimits:
-    return KeyLimits(
-        file,
-        default_limits(config),
-        ledger=ledger,
-        times=LiveQueueTimes(cluster),
-        usage=usage,
-        on_refused=metrics.refused,
-        part=config.limits.limits_part,
-    )
-
-
 def default_limits(config: Config) -> Limits:
     """Limits of every key that has none of its own."""
     limits = config.limits
@@ -76,19 +50,11 @@ def default_limits(config: Config) -> Limits:
     )
 
 
-def open_ledger(config: Config, stack: AsyncExitStack) -> Ledger | None:
-    """Open the usage file until the stack ends. None: no key can have a budget. Raises ConfigError."""
-    path = _usage_path(config)
-    if path is None:
-        return None
-    ledger = Ledger(UsageFile(path))
-    stack.push_async_callback(ledger.close)
-    ledger.start()
-    return ledger
+def usage_path(config: Config) -> Path | None:
+    """The file that keeps what keys have spent of their budgets; None: no key can have a budget.
 
-
-def _usage_path(config: Config) -> Path | None:
-    """Only a TOML file of keys can have budgets."""
+    Only a TOML file of keys can have budgets.
+    """
     server = config.server
     if not (server.api_key_file or "").endswith(".toml"):
         return None

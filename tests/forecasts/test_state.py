@@ -25,7 +25,6 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from server_process import Server, failed_start
 
 from bins.edges import equal_mass_edges
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.forecasts.saving import Saver
@@ -33,6 +32,7 @@ from llmserve.forecasts.state_file import StateFile, decoded, encoded, opened
 from llmserve.gateway.parse import PREDICTED_HEADER
 from llmserve.live import journal
 from llmserve.live.routes import Origin, origins_of
+from llmserve.server.serving import serving
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig

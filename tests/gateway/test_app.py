@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
+from llmserve.server.serving import serving
 from llmserve.settings.tree import ApiConfig, Config, EngineConfig, ServerConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]

@@ -12,11 +12,11 @@ import openai
 import pytest
 from front import Front, StartFront, until
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine, FakePace, Fault
 from llmserve.errors import ConfigError
 from llmserve.live import routes
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, ServerConfig
 
 SAID: Any = [{"role": "user", "content": "how are you"}]

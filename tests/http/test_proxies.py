@@ -6,11 +6,11 @@ import pytest
 from front import StartFront, until
 from raw_site import site
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.http.proxies import TrustedProxies
 from llmserve.scheduling.messages import RequestArrived
+from llmserve.server.serving import serving
 from llmserve.settings.tree import ApiConfig, Config, ServerConfig
 
 PROXIES = TrustedProxies(["10.0.0.0/8", "::1", "192.168.1.7"])

@@ -12,8 +12,8 @@ import openai
 import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 LINES = 60

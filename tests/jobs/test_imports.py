@@ -7,7 +7,7 @@ import sys
 
 LOADED = """
 import asyncio, sys
-from llmserve.commands.serve import serving
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, ServerConfig
 async def main():
     engines = EngineConfig(engine=("http://127.0.0.1:1",))

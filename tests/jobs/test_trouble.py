@@ -14,13 +14,13 @@ from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 from sqlalchemy.exc import OperationalError
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.jobs.store import batches as batch_store
 from llmserve.jobs.store import files as file_store
 from llmserve.jobs.store.database import BUSY_S
 from llmserve.jobs.store.folder import Appended
 from llmserve.jobs.store.work import WorkStore
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, JobsConfig, LiveConfig, ServerConfig
 
 

@@ -42,7 +42,6 @@ import pytest
 from front import until
 from numpy.typing import NDArray
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live import journal
 from llmserve.live.journal import Header, Journal, Step
@@ -59,6 +58,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, ServerConfig
 from llmserve.simulation.cluster import EngineModel, SimulatedCluster

@@ -21,7 +21,6 @@ from test_energy import IDLE_W, ended, power_w, profile, timed
 from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.commands import bench
-from llmserve.commands.serve import serving
 from llmserve.commands.simulate import Scenario, simulate
 from llmserve.engines.power import GpuEnergy
 from llmserve.engines.timed.server import FakeEngine
@@ -41,6 +40,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.server.serving import serving
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, ServerConfig

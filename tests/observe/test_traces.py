@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import DrainRequested
-from llmserve.server.start import checked
+from llmserve.server.serving import checked
 from llmserve.settings.tree import Config, ServerConfig
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -142,7 +142,7 @@ async def test_a_request_that_the_queue_refuses_ends_its_trace(start_front: Star
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
-    code = "import sys, llmserve.server.start, llmserve.commands.serve; print('opentelemetry.sdk' in sys.modules)"
+    code = "import sys, llmserve.server.serving, llmserve.commands.serve; print('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -14,11 +14,11 @@ import pytest
 from front import StartFront, until
 from server_process import Server
 
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.live.driver import LiveCluster
 from llmserve.server.reload import Reloader
+from llmserve.server.serving import serving
 from llmserve.settings.tree import ApiConfig, Config, EngineConfig, LiveConfig, ServerConfig
 
 ADMIN = {"authorization": "Bearer admin"}

@@ -320,7 +320,7 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_the_server_reaches_its_engines_without_aiohttp() -> None:
-    modules = ["llmserve.server.start", "llmserve.engines.kinds", "llmserve.live.driver"]
+    modules = ["llmserve.server.serving", "llmserve.engines.kinds", "llmserve.live.driver"]
     assert loaded(modules, ["aiohttp"]) == []
 
 

@@ -16,13 +16,13 @@ from front import Front, StartFront, until
 from worlds.invariants import check
 
 from llmserve import planning as herd
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine, FakePace
 from llmserve.errors import ConfigError
 from llmserve.live import journal
 from llmserve.planning import HerdGroup, Instance, Model, Plan, Stream
 from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.server.reload import Reloader
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 M_AND_N = {"n": FakePace(0.005)}

@@ -412,7 +412,7 @@ def _front_ends(flags: Sequence[str]) -> int:
         "alembic.command",
         "llmserve.gateway.app",
         "llmserve.jobs.service",
-        "llmserve.server.reload",
+        "llmserve.server.serving",
     ):
         importlib.import_module(module)
     for _ in sys.stdin:

@@ -19,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from llmserve.commands.serve import serving
+from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, PredictorConfig, ServerConfig
 
 SLOTS = 64

@@ -24,13 +24,13 @@ from kit.results import machine, write_json
 from kit.tables import show
 
 from llmserve.calls.in_flight import Head, Receipt
-from llmserve.commands.serve import serving
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import RequestError
 from llmserve.gateway.bodies import BodyLimits
 from llmserve.gateway.parse import parse_call
 from llmserve.live.driver import LiveCluster
 from llmserve.observe.watch import Watch
+from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 

@@ -1,0 +1,173 @@
+"""The driver of a server: it runs the requests on the engines, and takes other engines while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from llmserve.engines.kinds import Servers, engine_name
+from llmserve.engines.part import Connected
+from llmserve.errors import ConfigError
+from llmserve.forecasts.learned_state import learnt_before
+from llmserve.forecasts.part import RunningPredictors, forecaster
+from llmserve.forecasts.record import LengthRecord
+from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.state_file import StateFile
+from llmserve.live.driver import LiveCluster
+from llmserve.live.journal import Header, Journal
+from llmserve.part import Commit, Part, Server
+from llmserve.scheduling.messages import ServingGroup
+from llmserve.scheduling.rates import Replan
+from llmserve.settings.by_model import PREFIX, by_model
+from llmserve.settings.tree import Config, EngineConfig
+from llmserve.spelling import nearest
+
+log = logging.getLogger("llmserve")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a plan says that the server serves.
+
+    is_served  whether the server serves a model that an engine lists
+    models     that engines will list some day
+    groups     the scheduler's first groups
+    replan     when the scheduler asks for another plan; None: never
+    """
+
+    is_served: Callable[[str], bool]
+    models: Collection[str] = ()
+    groups: tuple[ServingGroup, ...] = ()
+    replan: Replan | None = None
+
+
+class Live(Part):
+    """The scheduler and its driver, with what was learned before the start."""
+
+    changeable = frozenset({"engine"})
+
+    def check(self, config: Config) -> Config:
+        engines, scheduling = config.engines, config.scheduling
+        if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
+            raise ConfigError(f"slots: {engines.slots} slots cannot run a batch of {scheduling.full_batch} at once")
+        try:
+            scheduling.scheduler()
+            config.dispatch.solvers(scheduling, barrier=config.barrier)
+            for profile in config.dispatch.profiles().values():
+                if profile.misfit:
+                    log.warning("profile %s: %s", profile.name, profile.misfit)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if scheduling.goes_by_times and not config.dispatch.profile:
+            log.warning(
+                "order %s without --profile: the duration of batches is not known, so requests are given up only after "
+                "their deadlines",
+                scheduling.order,
+            )
+        return config
+
+    @contextlib.asynccontextmanager
+    async def open(self, server: Server) -> AsyncIterator[None]:
+        config, kept = server.config, server.find(StateFile)
+        served = server.get(Served)
+        engines, predictors = server.get(Connected).engines, server.get(RunningPredictors)
+        learned = learnt_before(config, kept, predictors, engines)
+        forecasts = predictors[""].forecasts if "" in predictors else ()
+        header = Header(
+            config.scheduling,
+            config.scheduling.scores(forecasts),
+            config.scheduling.likely_lengths(forecasts),
+            groups=served.groups,
+            replan=served.replan,
+            learnt=learned.models,
+        )
+        cluster = LiveCluster(
+            header.scheduler(),
+            engines,
+            Journal(header, path=Path(config.server.journal) if config.server.journal else None),
+            forecaster=forecaster(config, predictors, learned.learners),
+            record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
+            config=config.live,
+            is_served=served.is_served,
+            solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
+            profiles=config.dispatch.profiles(),
+            prompt_tokens=learned.prompt_tokens,
+        )
+        cluster.routes.engines_are_groups = config.engines.engines_are_groups
+        cluster.routes.restore(learned.origins)
+        cluster.fleet.planned = set(served.models)
+        async with AsyncExitStack() as stack:
+            if kept is not None:
+                saver = server.add(Saver(kept, lambda: learned.saving(cluster.scheduler, cluster.routes)))
+                stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learned
+                saver.start()
+            stack.push_async_callback(cluster.close)
+            server.add(cluster)
+            yield
+
+    @contextlib.asynccontextmanager
+    async def run(self, server: Server) -> AsyncIterator[None]:
+        cluster = server.get(LiveCluster)
+        cluster.start()
+        warning = asyncio.create_task(_warn_of_unserved(server.config, cluster))
+        try:
+            yield
+        finally:
+            warning.cancel()
+            await cluster.abort()  # while the server still listens: clients can be told
+
+    def change(self, server: Server, before: Config, after: Config) -> Commit:
+        """Engines by URL. An engine that is not named any more gets no new requests, and goes when it is empty."""
+        added, removed = _changes(before.engines, after.engines)
+        servers = Servers(msgspec.structs.replace(server.config, engines=after.engines))
+        servers.check()
+        fleet = server.get(LiveCluster).fleet
+
+        def commit() -> None:
+            for name in removed:
+                fleet.remove(fleet.handles[name])
+            for engine in servers.connect() if added else []:
+                if engine.info.name in added:
+                    fleet.add(engine)
+
+        return commit
+
+
+def _changes(old: EngineConfig, new: EngineConfig) -> tuple[set[str], set[str]]:
+    """Names of the engines that were added and removed. Raises ConfigError."""
+    if old.engine == new.engine:
+        return set(), set()
+    if not old.urls or (old.has_vllm, old.has_embedded) != (new.has_vllm, new.has_embedded):
+        raise ConfigError("engine: only URLs can change while the server runs: restart it")
+    new.check()
+    before = {engine_name(url): worker for worker, url in old.placed_urls}
+    after = {engine_name(url): worker for worker, url in new.placed_urls}
+    for name in before.keys() & after.keys():
+        if before[name] != after[name]:
+            raise ConfigError(f"engine: the worker of {name} cannot change while the server runs: restart it")
+    if not after:
+        raise ConfigError("engine: the last URL cannot go while the server runs")
+    return after.keys() - before.keys(), before.keys() - after.keys()
+
+
+async def _warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
+    """Wait until all engines are up, then warn of settings for models that no engine serves."""
+    if config.engines.group is not None:  # servers of other groups may serve the other models
+        return
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
+        await asyncio.sleep(0.2)
+    slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
+    for setting, texts in (
+        ("profile", config.dispatch.profile),
+        ("predictor", config.prediction.predictor),
+        ("slo_ms", slos_ms),
+    ):
+        for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
+            log.warning("%s: no engine serves a model %s%s", setting, model, nearest(model, cluster.models))
