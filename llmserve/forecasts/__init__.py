@@ -3,6 +3,7 @@
 learned_state   : everything that a server has learnt
 learning        : learns from the lengths of answers, between other work, in a bounded share of the event loop
 lengths         : predicted lengths of answers, and what the predictor learns from the real lengths
+part            : the predictors of answer lengths, and the folder that keeps what a server has learned
 record          : the length record
 revising        : revises forecasts on the event loop while answers and arrivals go on
 revisions       : which forecasts are revised while requests wait, and when

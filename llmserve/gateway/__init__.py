@@ -11,6 +11,7 @@ endpoints    : the endpoints that are passed to engines
 fitting      : refuses requests that no engine can ever serve, by what is certain before they run
 keep_alive   : what a stream says before the engine does
 parse        : reads a client's request into a draft
+part         : where the server listens
 paths        : which paths there are
 prompts      : what is read of a prompt, in each form in which clients send it
 responses    : responses that engines keep

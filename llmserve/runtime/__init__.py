@@ -1,5 +1,6 @@
 """What any process of llmserve needs of its machine.
 
+at_once      : tasks that run at once and fail as one
 extras       : checks that the extras of the installation that a command needs are installed, before the command does
 freed_memory : memory that was freed, given back to the system
 lasting      : tasks that serve everybody

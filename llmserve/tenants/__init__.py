@@ -6,6 +6,7 @@ budgets        : what keys have spent of their budgets by day and month, in memo
 key_file       : the file of API keys
 keys           : the keys and limits of a server, from its settings
 limits         : the limits of each key
+part           : the files of keys, and the limits of each key
 shares         : whose share of the engines pays for a request, and what the share weighs
 usage_file     : the SQLite file in which servers keep what keys have spent of their budgets
 """
