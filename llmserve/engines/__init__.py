@@ -6,6 +6,7 @@ group_server : the client of a door: another llmserve server, used as if it were
 kinds        : the kinds of engines: the embedded engine, vLLM that llmserve starts, servers that run already
 measuring    : runs batches on one engine and measures each, as data for a profile
 openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, ...
+part         : the engines of a server: those that llmserve starts, and those that run already
 power        : the energy that this machine's GPUs draw, by NVML
 process      : an engine server as a child process: started, watched, restarted, and ended with llmserve
 vllm         : vLLM servers that llmserve starts, each with its own GPUs

@@ -2,7 +2,7 @@
 
 contract   : what clients see of files and batches: OpenAI's objects, and the statuses of a batch
 endpoints  : the endpoints of files and batches
-parts      : the batch jobs of a server, from its settings
+part       : batch jobs: a store of files and batches whose lines run beside the requests of clients
 service    : the batch jobs of a server, as its endpoints use them
 submission : how a line of a batch becomes a request of its key
 sums       : sums of batch jobs for the page
