@@ -29,7 +29,7 @@ import msgspec
 
 from llmserve.commands import serve
 from llmserve.errors import ConfigError, NoAnswer
-from llmserve.jobs.run.file_rows import read_input
+from llmserve.jobs.run.local_file import read_input
 from llmserve.settings import load as configuration
 from llmserve.settings.tree import Config
 from llmserve.tenants.key_file import read_keys
@@ -93,30 +93,30 @@ def run(args: argparse.Namespace, path: Path, output: Path) -> int:
 
 async def run_file(config: Config, path: Path, lines: Any, output: Path, errors: Path) -> int:
     """Run the lines of a file that have no result yet. Returns the exit status."""
-    from llmserve.jobs.run.file_run import FileRun
+    from llmserve.jobs.run.local_run import LocalRun
     from llmserve.live.driver import LiveCluster
     from llmserve.part import Server
     from llmserve.server.parts import DRIVER
     from llmserve.server.serving import checked, opened
 
     config = checked(config, DRIVER)
-    file_run = FileRun(path, lines, output, errors)
-    print(f"{file_run.total} lines, {file_run.done} of them done before", file=sys.stderr)
-    if file_run.done < file_run.total:
+    local_run = LocalRun(path, lines, output, errors)
+    print(f"{local_run.total} lines, {local_run.done} of them done before", file=sys.stderr)
+    if local_run.done < local_run.total:
         server = Server(config)
         async with opened(DRIVER, server):
             cluster = server.get(LiveCluster)
             cluster.start()
-            with progress(file_run, cluster):
+            with progress(local_run, cluster):
                 while not any(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
                     await asyncio.sleep(0.1)
-                check_models(file_run.models, cluster)
+                check_models(local_run.models, cluster)
                 slots = sum([engine.info.slots for engine in cluster.scheduler.engines.values()])
-                await file_run.run(cluster, slots=slots, barrier=config.barrier)
-    print(f"{file_run.total} lines are done, {file_run.failed} have failed", file=sys.stderr)
-    if file_run.failed:
+                await local_run.run(cluster, slots=slots, barrier=config.barrier)
+    print(f"{local_run.total} lines are done, {local_run.failed} have failed", file=sys.stderr)
+    if local_run.failed:
         print(f"the failed lines are in {errors}", file=sys.stderr)
-    return 1 if file_run.failed else 0
+    return 1 if local_run.failed else 0
 
 
 def check_models(models: Collection[str], cluster: LiveCluster) -> None:
@@ -129,26 +129,26 @@ def check_models(models: Collection[str], cluster: LiveCluster) -> None:
 
 
 @contextmanager
-def progress(file_run: Any, cluster: LiveCluster) -> Iterator[None]:
+def progress(local_run: Any, cluster: LiveCluster) -> Iterator[None]:
     """Show the progress: a bar in a terminal, otherwise a line every PLAIN_EVERY_S seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True)
     bar = Progress(TextColumn("lines"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    task = bar.add_task("", total=file_run.total, completed=file_run.done)
+    task = bar.add_task("", total=local_run.total, completed=local_run.done)
     bar = bar if console.is_terminal else None  # type: ignore[assignment]
 
     async def show() -> None:
         while True:
-            left_s = file_run.seconds_left()
-            words = f"{file_run.failed} failed, {'?' if left_s is None else f'{left_s:.0f} s'} left"
-            if waits := file_run.waits_for(cluster):
+            left_s = local_run.seconds_left()
+            words = f"{local_run.failed} failed, {'?' if left_s is None else f'{left_s:.0f} s'} left"
+            if waits := local_run.waits_for(cluster):
                 words += f"; {waits}"
             if bar is not None:
-                bar.update(task, completed=file_run.done, description=words)
+                bar.update(task, completed=local_run.done, description=words)
             else:
-                print(f"{file_run.done} of {file_run.total} lines, {words}", file=sys.stderr, flush=True)
+                print(f"{local_run.done} of {local_run.total} lines, {words}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5 if bar is not None else PLAIN_EVERY_S)
 
     with bar if bar is not None else contextlib.nullcontext():

@@ -1,7 +1,7 @@
 """Batch jobs: files of requests that wait in the one queue of the server, and survive whatever dies.
 
-contract   : what clients see of files and batches: OpenAI's objects, and the statuses of a batch
 endpoints  : the endpoints of files and batches
+objects    : what clients see of files and batches: OpenAI's objects, and the statuses of a batch
 part       : batch jobs: a store of files and batches whose lines run beside the requests of clients
 service    : the batch jobs of a server, as its endpoints use them
 submission : how a line of a batch becomes a request of its key

@@ -139,7 +139,7 @@ class BatchEndpoints:
     # ---- batches ----
 
     async def create(self, request: Request) -> Response:
-        from llmserve.jobs.contract import NewBatch
+        from llmserve.jobs.objects import NewBatch
 
         key, body = self._key(request), await request.body()
         new, _ = read_body(msgspec.json.Decoder(NewBatch), without_bom(body), BodyLimits())
@@ -170,7 +170,7 @@ class BatchEndpoints:
 
 def _checked(fields: dict[str, str]) -> int | None:
     """Seconds after which an uploaded file expires; None: the server's default. Raises BadRequest."""
-    from llmserve.jobs.contract import ExpiresAfter
+    from llmserve.jobs.objects import ExpiresAfter
 
     purpose = fields.get("purpose")
     if purpose is None:

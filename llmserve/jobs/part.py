@@ -61,7 +61,7 @@ class Jobs(Part):
         service = server.get(JobService)
         try:
             service.start()
-            server.get(Metrics).follow_jobs(service.runner.feed)
+            server.get(Metrics).follow_jobs(service.runner.feeder)
             yield
         finally:
             await service.close()

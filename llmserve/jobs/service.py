@@ -16,20 +16,20 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from llmserve.errors import Unavailable
-from llmserve.jobs.contract import BatchRow, FileRow, NewBatch, window_s
-from llmserve.jobs.run.checking import Checking
+from llmserve.jobs.objects import BatchRow, FileRow, NewBatch, window_s
 from llmserve.jobs.run.estimates import Work
-from llmserve.jobs.run.line_feed import Door
+from llmserve.jobs.run.input_checker import InputChecker
+from llmserve.jobs.run.item_feeder import Submitter
 from llmserve.jobs.run.runner import Runner
 from llmserve.jobs.store import database
 from llmserve.jobs.store.batches import BatchLimits, BatchStore
 from llmserve.jobs.store.files import FileLimits, FileStore
 from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.owner import OwnerStore
 from llmserve.jobs.store.ownership import Ownership
 from llmserve.jobs.store.rows import Part
 from llmserve.jobs.store.servers import Servers
-from llmserve.jobs.store.upload_room import Uploads
-from llmserve.jobs.store.work import WorkStore
+from llmserve.jobs.store.upload_quota import UploadQuota
 from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve")
@@ -45,7 +45,7 @@ class JobService:
         self,
         files: FileStore,
         batches: BatchStore,
-        work: WorkStore,
+        work: OwnerStore,
         folder: Folder,
         runner: Runner,
         *,
@@ -54,7 +54,7 @@ class JobService:
     ) -> None:
         self.files, self.batches, self.folder, self.runner = files, batches, folder, runner
         self._work = work
-        self._uploads = Uploads(folder, files.limits)
+        self._uploads = UploadQuota(folder, files.limits)
         self._keep_s = days * DAY_S
         self._clock = clock
         self._tidying: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ def _rounded(work: Work) -> dict[str, Any]:
 async def opened(
     url: str,
     path: Path,
-    door: Door,
+    submitter: Submitter,
     *,
     days: int,
     limits: FileLimits,
@@ -199,15 +199,15 @@ async def opened(
     base = await database.opened(url)
     try:
         servers = Servers(base)
-        work, ownership = WorkStore(base, servers), Ownership(base, servers)
+        work, ownership = OwnerStore(base, servers), Ownership(base, servers)
         folder.generation = await ownership.begin()
-        checking = Checking(
+        checking = InputChecker(
             folder,
             line_bytes_max=line_bytes_max,
             prompt_chars_max=prompt_chars_max,
             tokens_queued_max=tokens_queued_max,
         )
-        runner = Runner(work, folder, ownership, checking, door, keep_s=days * DAY_S)
+        runner = Runner(work, folder, ownership, checking, submitter, keep_s=days * DAY_S)
         files = FileStore(base, servers, limits)
         yield JobService(files, BatchStore(base, batch_limits), work, folder, runner, days=days)
     finally:

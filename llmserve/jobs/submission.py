@@ -21,7 +21,7 @@ from llmserve.request import Request
 from llmserve.tenants.limits import Account, KeyCharge, KeyLimits
 
 if TYPE_CHECKING:
-    from llmserve.jobs.run.line_feed import Answered
+    from llmserve.jobs.run.item_feeder import Answered
 
 CLOCK_S = 1.0  # a change of the time of day that counts
 

@@ -32,5 +32,5 @@ class JobSums:
 
     @property
     def seen(self) -> JobsSeen:
-        feed = self._jobs.runner.feed
+        feed = self._jobs.runner.feeder
         return JobsSeen(self._batches, feed.lines_waiting, feed.lines_in_flight, feed.tokens_waiting)

@@ -29,19 +29,19 @@ from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from llmserve.errors import EngineFailed, RateLimited, RequestError, Unauthorized, Unavailable
-from llmserve.jobs.contract import ACTIVE, CHANGES, BatchRow, NewBatch
-from llmserve.jobs.run import line_index
+from llmserve.jobs.objects import ACTIVE, CHANGES, BatchRow, NewBatch
+from llmserve.jobs.run import input_index
 from llmserve.jobs.run.estimates import Work
-from llmserve.jobs.run.line_index import Report, Rules
+from llmserve.jobs.run.input_index import Report, Rules
 from llmserve.jobs.run.runner import Runner
 from llmserve.jobs.run.validation import Task, validate
 from llmserve.jobs.store.batches import BatchLimits, BatchStore
 from llmserve.jobs.store.files import FileLimits, FileStore
 from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.owner import OwnerStore
 from llmserve.jobs.store.rows import Part
 from llmserve.jobs.store.servers import Servers
 from llmserve.jobs.store.tables import metadata
-from llmserve.jobs.store.work import WorkStore
 
 KEY, URL = "red", "/v1/completions"
 HISTORY = """CREATE TABLE history (id TEXT, before TEXT, after TEXT);
@@ -162,7 +162,7 @@ class Server:
         self.servers = Servers(base)
         self.files = FileStore(base, self.servers, FileLimits())
         self.batches = BatchStore(base, BatchLimits())
-        self.work = WorkStore(base, self.servers)
+        self.work = OwnerStore(base, self.servers)
         self.folder = Folder(world.home / "files")
         parts: Any = _Ownership(world, self), _Checking(world, self), Door(world, self)
         ownership, checking, door = parts
@@ -201,22 +201,22 @@ class _Ownership:
 
 
 class _Checking:
-    """Stands for Checking: the same validation, in this process."""
+    """Stands for InputChecker: the same validation, in this process."""
 
     def __init__(self, world: World, server: Server) -> None:
         self._world, self._server = world, server
 
-    async def checked(self, batch: BatchRow, part: Part) -> tuple[Report, line_index.Index]:
+    async def checked(self, batch: BatchRow, part: Part) -> tuple[Report, input_index.Index]:
         await self._server.breathe()
         self._world.folder_may_fail()
         folder = self._server.folder
         index = folder.index(part.name, batch.endpoint)
         limits = {"line_bytes_max": 1000, "prompt_chars_max": 1000, "lines_max": 100}
         rules = Rules(endpoint=batch.endpoint, size=part.bytes, crc=part.crc, **limits)
-        if (found := line_index.read(index, rules)) is not None:
+        if (found := input_index.read(index, rules)) is not None:
             return found
         report = validate(Task(path=str(folder.path / part.name), index=str(index), rules=rules))
-        return line_index.read(index, rules) or (report, line_index.EMPTY)
+        return input_index.read(index, rules) or (report, input_index.EMPTY)
 
     async def too_much(self, *of: object) -> list[Any]:
         return []

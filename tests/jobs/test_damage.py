@@ -13,6 +13,7 @@ import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.jobs.run import input_checker
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
@@ -151,17 +152,16 @@ async def test_a_damaged_row_of_the_database_stops_its_own_batch_at_most(tmp_pat
 
 
 async def test_a_file_is_checked_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmserve.jobs.run import checking
 
     checks = 0
-    validate = checking.validate
+    validate = input_checker.validate
 
-    def counted(task: checking.Task) -> checking.Report:
+    def counted(task: input_checker.Task) -> input_checker.Report:
         nonlocal checks
         checks += 1
         return validate(task)
 
-    monkeypatch.setattr(checking, "validate", counted)
+    monkeypatch.setattr(input_checker, "validate", counted)
     async with FakeEngine() as engine, serving(config(engine, tmp_path)) as (_, url):
         client = client_of(url)
         file = await client.files.create(file=("in.jsonl", lines("x")), purpose="batch")

@@ -14,8 +14,8 @@ from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.jobs.run import line_feed, runner
-from llmserve.jobs.run.feeding import LINES_MAX
+from llmserve.jobs.run import item_feeder, runner
+from llmserve.jobs.run.item_queue import LINES_MAX
 from llmserve.jobs.submission import LineDoor
 from llmserve.settings.tree import JobsConfig, ServerConfig
 
@@ -112,7 +112,7 @@ async def test_whatever_fails_where_lines_are_read_stops_one_batch_for_a_while(
     client: openai.AsyncOpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(runner, "AGAIN_S", 0.1)
-    read_lines, failing = line_feed.read_lines, True
+    read_lines, failing = item_feeder.read_lines, True
 
     def read(loaded: Any, numbers: Any) -> list[bytes]:
         texts = read_lines(loaded, numbers)
@@ -120,7 +120,7 @@ async def test_whatever_fails_where_lines_are_read_stops_one_batch_for_a_while(
             raise error
         return texts
 
-    monkeypatch.setattr(line_feed, "read_lines", read)
+    monkeypatch.setattr(item_feeder, "read_lines", read)
     poisoned = await create(client, lines(20, user="poison"), window="1h")
     others = await ended(client, await create(client, lines(20)))
     assert others.status == "completed"
@@ -166,7 +166,7 @@ async def test_batches_of_one_key_that_have_not_ended_are_bounded(start_front: S
 async def test_few_batches_are_in_memory_and_all_of_them_end(
     start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_feed, "SEATS", 2)
+    monkeypatch.setattr(item_feeder, "SEATS", 2)
     async with FakeEngine(step_s=0.005) as engine:
         front = await start_front(engine, server=ServerConfig(port=0, state=str(tmp_path)))
         await run_eight(client_of(front.url))
@@ -187,9 +187,9 @@ async def run_eight(client: openai.AsyncOpenAI) -> None:
 async def test_parked_batches_give_their_places_in_memory_to_others(
     start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_feed, "SEATS", 1)
-    monkeypatch.setattr(line_feed, "PARKED_SEATS", 2)
-    monkeypatch.setattr(line_feed, "UNSEATED_S", 0.2)
+    monkeypatch.setattr(item_feeder, "SEATS", 1)
+    monkeypatch.setattr(item_feeder, "PARKED_SEATS", 2)
+    monkeypatch.setattr(item_feeder, "UNSEATED_S", 0.2)
     async with FakeEngine(model="down") as down, FakeEngine(model="up") as up:
         front = await start_front(down, up, server=ServerConfig(port=0, state=str(tmp_path)))
         await down.__aexit__(None, None, None)

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from llmserve.errors import BadRequest, NotFound
-from llmserve.jobs.contract import BatchRow, NewBatch
+from llmserve.jobs.objects import BatchRow, NewBatch
 from llmserve.jobs.store import database
 from llmserve.jobs.store.batches import BatchLimits, BatchStore
 from llmserve.jobs.store.database import Database
 from llmserve.jobs.store.files import FileLimits, FileStore
+from llmserve.jobs.store.owner import Owned, OwnerStore, Progress
 from llmserve.jobs.store.ownership import Ownership
 from llmserve.jobs.store.rows import Part, Segment
 from llmserve.jobs.store.servers import Servers
-from llmserve.jobs.store.work import Owned, Progress, WorkStore
 
 KEY, NOW = "red", 1000
 
@@ -35,7 +35,7 @@ class Member:
         self.servers = Servers(base)
         self.files = FileStore(base, self.servers, FileLimits())
         self.batches = BatchStore(base, BatchLimits())
-        self.work = WorkStore(base, self.servers)
+        self.work = OwnerStore(base, self.servers)
         self.ownership = Ownership(base, self.servers)
 
     async def upload(self, name: str = "in.jsonl") -> str:

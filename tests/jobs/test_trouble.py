@@ -19,7 +19,7 @@ from llmserve.jobs.store import batches as batch_store
 from llmserve.jobs.store import files as file_store
 from llmserve.jobs.store.database import BUSY_S
 from llmserve.jobs.store.folder import Appended
-from llmserve.jobs.store.work import WorkStore
+from llmserve.jobs.store.owner import OwnerStore
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, JobsConfig, LiveConfig, ServerConfig
 
@@ -67,14 +67,14 @@ async def test_a_full_disk_pauses_jobs_by_name_while_online_requests_go_on(
 async def test_without_its_database_the_server_says_so_and_goes_on_when_it_is_back(
     front: Front, client: openai.AsyncOpenAI
 ) -> None:
-    record, is_gone = WorkStore.record, False
+    record, is_gone = OwnerStore.record, False
 
-    async def failing(store: WorkStore, progress: object) -> object:
+    async def failing(store: OwnerStore, progress: object) -> object:
         if is_gone:
             raise OperationalError("UPDATE", {}, Exception("connection lost"))
         return await record(store, progress)  # type: ignore[arg-type]
 
-    with mock.patch.object(WorkStore, "record", failing):
+    with mock.patch.object(OwnerStore, "record", failing):
         batch = await create(client, jsonl([request(number) for number in range(400)]))
         await at(client, batch, "in_progress")
         is_gone = True

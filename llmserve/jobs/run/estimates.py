@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from llmserve.jobs.contract import BatchRow
-from llmserve.jobs.run.lines import read_line
+from llmserve.jobs.objects import BatchRow
+from llmserve.jobs.run.jsonl import read_line
 from llmserve.jobs.store.folder import Folder
 from llmserve.jobs.store.rows import Part
 

@@ -14,12 +14,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmserve.jobs.contract import BatchRow
+from llmserve.jobs.objects import BatchRow
 from llmserve.jobs.run.estimates import Work
-from llmserve.jobs.run.feeding import Shapes
-from llmserve.jobs.run.line_index import Index, Report
-from llmserve.jobs.run.lines import is_expired, is_row, number_of
-from llmserve.jobs.run.recorder import Account
+from llmserve.jobs.run.input_index import Index, Report
+from llmserve.jobs.run.item_queue import Shapes
+from llmserve.jobs.run.jsonl import is_expired, is_row, number_of
+from llmserve.jobs.run.recorder import BatchResults
 from llmserve.jobs.run.validation import ANSWER_TOKENS
 from llmserve.jobs.store.folder import Appended
 from llmserve.jobs.store.rows import Part, Segment
@@ -89,7 +89,7 @@ class Job:
     def __init__(self, row: BatchRow) -> None:
         self.id, self.key, self.endpoint = row.id, row.key, row.endpoint
         self.epoch, self.expires_at, self.total = row.epoch, row.expires_at, row.total
-        self.account = Account(row.id, row.epoch, row.completed, row.failed)
+        self.account = BatchResults(row.id, row.epoch, row.completed, row.failed)
         self.loaded: Loaded | None = None
         self.waiting: npt.NDArray[np.bool_] = np.zeros(0, bool)
         self.in_flight: dict[int, Cancellable] = {}

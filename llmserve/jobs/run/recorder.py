@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from llmserve.jobs.contract import Status
+from llmserve.jobs.objects import Status
 from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.owner import OwnerStore, Progress
 from llmserve.jobs.store.rows import Kind, Segment
-from llmserve.jobs.store.work import Progress, WorkStore
 from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve")
@@ -25,7 +25,7 @@ RETRY_S = 1.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Account:
+class BatchResults:
     """The results of one batch under one owner.
 
     completed, failed : lines whose results are safe
@@ -46,7 +46,7 @@ class Account:
 class Result(NamedTuple):
     """A row of results. on_safe : called when it counts"""
 
-    account: Account
+    account: BatchResults
     kind: Kind
     failed: bool
     row: bytes
@@ -60,7 +60,7 @@ class Recorder:
     on_status  called with the id, epoch and status of each batch after its results became safe; None: lost
     """
 
-    def __init__(self, store: WorkStore, folder: Folder, on_status: Callable[[str, int, Status | None], None]) -> None:
+    def __init__(self, store: OwnerStore, folder: Folder, on_status: Callable[[str, int, Status | None], None]) -> None:
         self._store, self._folder, self._on_status = store, folder, on_status
         self.trouble: str | None = None
         self._pending: list[Result] = []
@@ -142,7 +142,7 @@ class Recorder:
 
     def _append_now(self) -> None:
         """Write the rows to their files, and the files to the disk. Raises OSError."""
-        rows: dict[tuple[Account, Kind], list[bytes]] = {}
+        rows: dict[tuple[BatchResults, Kind], list[bytes]] = {}
         for result in self._writing:
             if not result.account.lost:
                 rows.setdefault((result.account, result.kind), []).append(result.row)
@@ -160,7 +160,7 @@ class Recorder:
 
     async def _count(self) -> dict[str, Status]:
         """Tell the database how far the files are safe. Raises SQLAlchemyError."""
-        counts: dict[Account, list[int]] = {}
+        counts: dict[BatchResults, list[int]] = {}
         for result in self._writing:
             counts.setdefault(result.account, [0, 0])[result.failed] += 1
         progress = [

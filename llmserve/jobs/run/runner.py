@@ -18,18 +18,18 @@ import msgspec
 import numpy as np
 from sqlalchemy.exc import SQLAlchemyError
 
-from llmserve.jobs.contract import BatchRow, LineError, Status
-from llmserve.jobs.run.checking import Checking
+from llmserve.jobs.objects import BatchRow, LineError, Status
 from llmserve.jobs.run.estimates import Estimates
-from llmserve.jobs.run.feeding import Forecast
+from llmserve.jobs.run.input_checker import InputChecker
+from llmserve.jobs.run.item_feeder import ItemFeeder, Submitter
+from llmserve.jobs.run.item_queue import Forecast
 from llmserve.jobs.run.job import InputDamaged, Job, Loaded, copy_salvaged, load
-from llmserve.jobs.run.line_feed import Door, LineFeed
 from llmserve.jobs.run.recorder import Recorder, trouble_of
 from llmserve.jobs.run.validation import INPUT_DAMAGED
 from llmserve.jobs.store.folder import Folder
+from llmserve.jobs.store.owner import CLAIMS_MAX, Kept, Owned, OwnerStore
 from llmserve.jobs.store.ownership import Ownership
 from llmserve.jobs.store.rows import Segment
-from llmserve.jobs.store.work import CLAIMS_MAX, Kept, Owned, WorkStore
 from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve")
@@ -52,11 +52,11 @@ class Runner:
 
     def __init__(
         self,
-        store: WorkStore,
+        store: OwnerStore,
         folder: Folder,
         ownership: Ownership,
-        checking: Checking,
-        door: Door,
+        checking: InputChecker,
+        submitter: Submitter,
         *,
         keep_s: int | None = None,
         clock: Callable[[], float] = time.time,
@@ -69,8 +69,8 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
-        self.estimates = Estimates(folder, door)
-        self.feed = LineFeed(self.jobs, self.recorder, door, clock)
+        self.estimates = Estimates(folder, submitter)
+        self.feeder = ItemFeeder(self.jobs, self.recorder, submitter, clock)
         self._loading = asyncio.Semaphore(LOADS_MAX)
 
     # ---- for the server ----
@@ -79,14 +79,14 @@ class Runner:
         self.recorder.start()
         self._loops = [
             lasting("the claiming of batch jobs", self._watch),
-            lasting("the feed of batch jobs", self.feed.run),
+            lasting("the feed of batch jobs", self.feeder.run),
         ]
 
     async def close(self) -> None:
         """Take all lines back, and leave the batches to the next server."""
         await _end(self._loops)
         for job in self.jobs.values():
-            self.feed.stop(job)
+            self.feeder.stop(job)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await self.recorder.flush()
@@ -107,16 +107,16 @@ class Runner:
         job = self.jobs.get(batch_id)
         if job is None:
             return None
-        everybody = self.recorder.trouble or self.trouble or (None if self.feed.is_open else "no_engine")
-        return everybody or self.feed.paused(job)
+        everybody = self.recorder.trouble or self.trouble or (None if self.feeder.is_open else "no_engine")
+        return everybody or self.feeder.paused(job)
 
     def forecast(self, row: BatchRow) -> Forecast | None:
         """When a batch ends, unix time; None: nobody knows here."""
         job, work = self.jobs.get(row.id), self.estimates.known(row.id)
         if job is not None and row.status == "in_progress":
-            return self.feed.forecast(job)
+            return self.feeder.forecast(job)
         if work is not None and row.status == "validating":
-            return self.feed.forecast_new(row.key, row.expires_at, work)
+            return self.feeder.forecast_new(row.key, row.expires_at, work)
         return None
 
     # ---- claiming ----
@@ -173,7 +173,7 @@ class Runner:
     def _forget(self, batch_id: str) -> None:
         job = self.jobs.pop(batch_id, None)
         if job is not None:
-            self.feed.stop(job)
+            self.feeder.stop(job)
             job.account.close()
 
     def _report(self, error: Exception) -> None:
@@ -249,17 +249,17 @@ class Runner:
 
     async def _progress(self, job: Job, row: BatchRow) -> None:
         if job.damage is not None:
-            self.feed.stop(job)
+            self.feeder.stop(job)
             await self.recorder.flush()
             await self._fail(row, [LineError("input_damaged", f"{INPUT_DAMAGED} ({job.damage})")])
             return
         if job.trouble is not None:
             await self._begin_again(job)
         if job.loaded is None:
-            await _unless(job.changed, self.feed.seat(job))
+            await _unless(job.changed, self.feeder.seat(job))
             if not job.seated.is_set() or not await self._load(job, row):
                 return  # the batch has changed, or has failed
-        await self.feed.open(job)
+        await self.feeder.open(job)
         if not job.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, row.expires_at - self._clock())):
@@ -273,7 +273,7 @@ class Runner:
 
     async def _begin_again(self, job: Job) -> None:
         """Forget the lines of a job whose files could not be read, and read them again after a while."""
-        self.feed.stop(job)
+        self.feeder.stop(job)
         await self.recorder.flush()
         if job.loaded is not None:
             job.unload()
@@ -322,19 +322,19 @@ class Runner:
 
     async def _expire(self, job: Job, row: BatchRow) -> None:
         """Write a row for each line without a result, then end the batch."""
-        self.feed.stop(job)
+        self.feeder.stop(job)
         await self.recorder.flush()
         while job.waiting.any() and not job.account.lost:
             numbers = np.flatnonzero(job.waiting)[:EXPIRED_AT_ONCE].tolist()
             try:
-                lines = await self.feed.read(job, numbers)
+                lines = await self.feeder.read(job, numbers)
             except InputDamaged as error:
                 job.damage = str(error)
                 await self._progress(job, row)
                 return
             for number, line in zip(numbers, lines, strict=True):
                 job.waiting[number] = False
-                self.feed.note_expired(job, number, line)
+                self.feeder.note_expired(job, number, line)
             await self.recorder.flush()
         await self._finish(row, "expired")
 
@@ -342,7 +342,7 @@ class Runner:
         await self._finish(row, "completed")
 
     async def _cancel(self, job: Job, row: BatchRow) -> None:
-        self.feed.stop(job)
+        self.feeder.stop(job)
         await self.recorder.flush()
         await self._finish(row, "cancelled")
 
@@ -360,7 +360,7 @@ class Runner:
         if status is None:
             job.account.lost = True
         if status != "in_progress":
-            self.feed.stop(job)
+            self.feeder.stop(job)
             job.changed.set()
 
 

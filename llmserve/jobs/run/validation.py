@@ -22,10 +22,10 @@ import numpy as np
 from llmserve.errors import BadRequest
 from llmserve.gateway.bodies import BodyLimits
 from llmserve.gateway.parse import parse_call
-from llmserve.jobs.contract import LineError
-from llmserve.jobs.run import line_index
-from llmserve.jobs.run.line_index import RECORD, Report, Rules
-from llmserve.jobs.run.lines import CUSTOM_ID_CHARS_MAX, Line, other_encoding, read_line
+from llmserve.jobs.objects import LineError
+from llmserve.jobs.run import input_index
+from llmserve.jobs.run.input_index import RECORD, Report, Rules
+from llmserve.jobs.run.jsonl import CUSTOM_ID_CHARS_MAX, Line, other_encoding, read_line
 from llmserve.wire.json_text import fault_of, is_too_deep, without_bom
 
 LINES_MAX = 50_000
@@ -96,10 +96,10 @@ def validate(task: Task) -> Report:
 INPUT_DAMAGED = "The bytes of the input file are not those that were uploaded: the disk has lost or changed some."
 
 
-def _noted(task: Task, checker: _Checker, count: int, tokens: int, records: line_index.Index) -> Report:
+def _noted(task: Task, checker: _Checker, count: int, tokens: int, records: input_index.Index) -> Report:
     """Keep what was found: also of a bad file, which is then not read again."""
     report = Report(lines=count, tokens=tokens, errors=checker.errors, models=list(checker.models))
-    line_index.write(Path(task.index), task.rules, report, records[: 0 if report.errors else count])
+    input_index.write(Path(task.index), task.rules, report, records[: 0 if report.errors else count])
     return report
 
 

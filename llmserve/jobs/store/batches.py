@@ -10,7 +10,7 @@ from sqlalchemy import delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from llmserve.errors import BadRequest, RateLimited
-from llmserve.jobs.contract import ACTIVE, CANCELLABLE, BatchRow, NewBatch
+from llmserve.jobs.objects import ACTIVE, CANCELLABLE, BatchRow, NewBatch
 from llmserve.jobs.store.database import CLIENT_WAITS_S, Database
 from llmserve.jobs.store.rows import batch_of, batch_row, change, file_of, page, sound_rows
 from llmserve.jobs.store.tables import batches

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from llmserve.errors import BadRequest
-from llmserve.jobs.contract import ACTIVE, FileRow
+from llmserve.jobs.objects import ACTIVE, FileRow
 from llmserve.jobs.store.database import CLIENT_WAITS_S, Database
 from llmserve.jobs.store.rows import Part, file_of, file_row, insert_file, is_alive, page, parts_of, remove_file
 from llmserve.jobs.store.servers import Servers

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Row, Select, Table, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from llmserve.errors import BadRequest, NotFound
-from llmserve.jobs.contract import CHANGES, BatchRow, FileRow, LineError, Status
+from llmserve.jobs.objects import CHANGES, BatchRow, FileRow, LineError, Status
 from llmserve.jobs.store.database import Database
 from llmserve.jobs.store.tables import batches, files, parts, servers
 

@@ -51,7 +51,7 @@ from kit.results import machine, write_json
 from sqlalchemy import select
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.jobs.run.lines import number_of
+from llmserve.jobs.run.jsonl import number_of
 from llmserve.jobs.store.database import opened, sqlite_url
 from llmserve.jobs.store.tables import batches, parts, segments
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from llmserve.jobs.run.feeding import Feeder, Shapes, arranged
+from llmserve.jobs.run.item_queue import ItemQueue, Shapes, arranged
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -64,7 +64,7 @@ def under_scheduler(
     config = SchedulingConfig(**(settings or {})).resolved(barrier=barrier)  # type: ignore[arg-type]
     engine = StepEngine(EngineInfo("engine", SLOTS, barrier), workload.lengths, costs(), workload.online_ids)
     outcome = Outcome({request.id: at_s for at_s, request in workload.online})
-    feeder = Feeder(slots=lambda model: SLOTS, **({} if most is None else {"lines_max": most}))
+    feeder = ItemQueue(slots=lambda model: SLOTS, **({} if most is None else {"lines_max": most}))
     by_id = {line.id: line for _, lines in workload.jobs for line in lines}
     for index, (window_s, lines) in enumerate(workload.jobs):
         tokens = np.array([line.expected_tokens or 0.0 for line in lines])

@@ -10,7 +10,7 @@ import msgspec
 
 from llmserve.errors import ConfigError
 from llmserve.gateway.endpoints import BATCH_PATHS
-from llmserve.jobs.run.lines import other_encoding, read_line
+from llmserve.jobs.run.jsonl import other_encoding, read_line
 from llmserve.wire.json_text import fault_of, is_too_deep, without_bom
 from llmserve.wire.lenient_json import read
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from llmserve.jobs.contract import ACTIVE, BatchRow, LineError, Status
+from llmserve.jobs.objects import ACTIVE, BatchRow, LineError, Status
 from llmserve.jobs.store.database import Database
 from llmserve.jobs.store.rows import (
     Part,
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     failed: int
 
 
-class WorkStore:
+class OwnerStore:
     """The operations of owners on batches. All raise SQLAlchemyError."""
 
     def __init__(self, database: Database, servers: Servers) -> None:

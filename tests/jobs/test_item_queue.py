@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from llmserve.jobs.run.feeding import Arranged, Feeder, Forecast, Handed, Shapes, arranged
+from llmserve.jobs.run.item_queue import Arranged, Forecast, Handed, ItemQueue, Shapes, arranged
 
 
 def shapes(tokens: Sequence[float], prefixes: Sequence[int] | None = None) -> Shapes:
@@ -19,12 +19,12 @@ def lines(*tokens: float) -> Arranged:
     return arranged(shapes(tokens), barrier=True, slots=0)
 
 
-def forecast(feeder: Feeder, job: str, now_s: float, tokens_per_s: float) -> Forecast:
+def forecast(feeder: ItemQueue, job: str, now_s: float, tokens_per_s: float) -> Forecast:
     return feeder.forecast(job, now_s, lambda model: tokens_per_s, now_s)
 
 
 def test_the_job_whose_window_ends_first_is_first() -> None:
-    feeder = Feeder(lines_max=3)
+    feeder = ItemQueue(lines_max=3)
     feeder.add("late", 200.0, lines(10.0, 10.0))
     feeder.add("soon", 100.0, lines(30.0, 20.0))
     assert feeder.take(0.0) == [Handed("soon", 0, 20.0), Handed("soon", 1, 0.0), Handed("late", 0, 10.0)]
@@ -32,7 +32,7 @@ def test_the_job_whose_window_ends_first_is_first() -> None:
 
 
 def test_each_line_that_ends_makes_room_for_one() -> None:
-    feeder = Feeder(lines_max=2)
+    feeder = ItemQueue(lines_max=2)
     feeder.add("job", 100.0, lines(5.0, 4.0, 3.0))
     feeder.take(0.0)
     feeder.ended("job", 0, 1.0, 5.0)
@@ -42,7 +42,7 @@ def test_each_line_that_ends_makes_room_for_one() -> None:
 
 
 def test_a_line_that_comes_back_is_the_next_of_its_job() -> None:
-    feeder = Feeder(lines_max=1)
+    feeder = ItemQueue(lines_max=1)
     feeder.add("job", 100.0, lines(5.0, 4.0))
     feeder.take(0.0)
     feeder.back("job", 0)
@@ -50,7 +50,7 @@ def test_a_line_that_comes_back_is_the_next_of_its_job() -> None:
 
 
 def test_a_job_that_is_removed_hands_over_nothing_more() -> None:
-    feeder = Feeder(lines_max=2)
+    feeder = ItemQueue(lines_max=2)
     feeder.add("job", 100.0, lines(5.0, 4.0, 3.0))
     feeder.take(0.0)
     assert feeder.remove("job") == [0, 1]
@@ -81,7 +81,7 @@ def test_each_stretch_has_all_lengths_and_the_shortest_are_last() -> None:
 
 
 def test_a_job_ends_after_those_before_it_at_the_present_rate() -> None:
-    feeder = Feeder()
+    feeder = ItemQueue()
     feeder.add("first", 1_000.0, lines(*[10.0] * 10))
     feeder.add("second", 2_000.0, lines(*[10.0] * 10))
     feeder.take(0.0)
@@ -92,7 +92,7 @@ def test_a_job_ends_after_those_before_it_at_the_present_rate() -> None:
 
 
 def test_a_job_that_would_be_late_ends_with_its_window_as_far_as_its_share_allows() -> None:
-    feeder = Feeder()
+    feeder = ItemQueue()
     feeder.add("job", 15.0, lines(*[10.0] * 10))
     feeder.take(0.0)
     for number in range(5):
@@ -104,7 +104,7 @@ def test_a_job_that_would_be_late_ends_with_its_window_as_far_as_its_share_allow
 
 
 def test_answers_longer_than_forecast_move_the_ends_of_jobs() -> None:
-    feeder = Feeder(lines_max=100)
+    feeder = ItemQueue(lines_max=100)
     feeder.add("a", 1e9, arranged(shapes([100.0] * 100), barrier=True, slots=0), factor=0.5)
     assert forecast(feeder, "a", 0.0, 10.0).ends_at_s == pytest.approx(500.0), "half of 10,000 tokens at 10 a second"
     feeder.take(0.0)
@@ -117,7 +117,7 @@ def test_answers_longer_than_forecast_move_the_ends_of_jobs() -> None:
     assert feeder.forecast_new(1.0, "", 50.0, 0.0, 10.0).in_time is False
 
 
-# ---- lanes ----------------------------------------------------------------------------------------------------------
+# ---- sub-queues -----------------------------------------------------------------------------------------------------
 
 
 def of_models(*models: int) -> Arranged:
@@ -126,67 +126,67 @@ def of_models(*models: int) -> Arranged:
     return Arranged(np.arange(count, dtype=np.int32), np.full(count, 10, np.float32), np.array(models, np.uint16))
 
 
-def taken(feeder: Feeder, now_s: float = 0.0) -> Counter[str]:
+def taken(feeder: ItemQueue, now_s: float = 0.0) -> Counter[str]:
     return Counter([handed.job for handed in feeder.take(now_s)])
 
 
 def test_keys_share_the_queue_and_then_the_models_of_a_key() -> None:
-    feeder = Feeder(lines_max=40)
+    feeder = ItemQueue(lines_max=40)
     feeder.add("red", 1.0, of_models(*[0] * 100, *[1] * 100), key="red", models=("a", "b"))
     feeder.add("blue", 9.0, of_models(*[0] * 100), key="blue", models=("a",))
     assert taken(feeder) == {"red": 20, "blue": 20}
 
 
 def test_each_model_has_room_for_its_slots_beside() -> None:
-    feeder = Feeder(lines_max=20, slots=lambda model: {"a": 30}.get(model, 1))
+    feeder = ItemQueue(lines_max=20, slots=lambda model: {"a": 30}.get(model, 1))
     feeder.add("red", 1.0, of_models(*[0] * 100, *[1] * 100), models=("a", "b"))
     assert taken(feeder) == {"red": 10 + 30 + 10 + 1}
 
 
 def test_a_lane_that_is_parked_leaves_its_part_to_others_and_tries_one_line_after_a_while() -> None:
-    feeder = Feeder(lines_max=20)
+    feeder = ItemQueue(lines_max=20)
     feeder.add("red", 1.0, of_models(*[0] * 100), key="red", models=("a",))
     feeder.add("blue", 9.0, of_models(*[0] * 100), key="blue", models=("a",))
     taken(feeder)
-    lane = feeder.lane_of("red", 0)
-    assert lane is not None
-    lane.park("budget", 0.0, 30.0)
+    sub_queue = feeder.sub_queue_of("red", 0)
+    assert sub_queue is not None
+    sub_queue.park("budget", 0.0, 30.0)
     for number in range(10):
         feeder.back("red", number)
     assert taken(feeder, 1.0) == {"blue": 10}, "all of the room is the other key's"
     assert feeder.look_at_s(1.0) == 30.0
-    assert lane.why_parked(1.0) == "budget"
+    assert sub_queue.why_parked(1.0) == "budget"
     assert taken(feeder, 30.0) == {"red": 1}
     assert taken(feeder, 31.0) == {}
     feeder.ended("red", 9, 31.0, 10.0)
-    assert lane.why_parked(31.0) is None
+    assert sub_queue.why_parked(31.0) is None
     assert taken(feeder, 31.0) == {"red": 10}
 
 
 def test_a_parked_lane_is_tried_each_minute_whatever_its_refusal_says() -> None:
-    feeder = Feeder()
+    feeder = ItemQueue()
     feeder.add("job", 1e9, of_models(0, 0), models=("a",))
     feeder.take(0.0)
-    lane = feeder.lane_of("job", 0)
-    assert lane is not None
-    lane.park("budget", 0.0, 86_400.0)
-    assert lane.until_s == 60.0
+    sub_queue = feeder.sub_queue_of("job", 0)
+    assert sub_queue is not None
+    sub_queue.park("budget", 0.0, 86_400.0)
+    assert sub_queue.until_s == 60.0
     assert forecast(feeder, "job", 0.0, 10.0).ends_at_s == pytest.approx(86_402.0), "its end is known all the same"
 
 
 def test_a_closed_lane_has_no_end_and_delays_nobody() -> None:
-    feeder = Feeder(lines_max=4)
+    feeder = ItemQueue(lines_max=4)
     feeder.add("down", 1.0, of_models(*[0] * 100), models=("a",))
     feeder.add("up", 9.0, of_models(*[0] * 10), models=("b",))
-    for lane in feeder.lanes:
-        lane.closed = "no_engine" if lane.model == "a" else None
+    for sub_queue in feeder.sub_queues:
+        sub_queue.closed = "no_engine" if sub_queue.model == "a" else None
     assert taken(feeder) == {"up": 4}
     assert forecast(feeder, "up", 0.0, 10.0).ends_at_s == pytest.approx(10.0)
     assert forecast(feeder, "down", 0.0, 10.0).ends_at_s == float("inf")
 
 
-def test_many_lanes_have_a_few_lines_each() -> None:
-    feeder = Feeder(lines_max=16)
+def test_many_sub_queues_have_a_few_lines_each() -> None:
+    feeder = ItemQueue(lines_max=16)
     for key in range(100):
         feeder.add(str(key), 1.0, of_models(*[0] * 100), key=str(key), models=("a",))
     assert set(taken(feeder).values()) == {8}

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from llmserve.jobs.run import line_index
-from llmserve.jobs.run.line_index import Rules
-from llmserve.jobs.run.lines import (
+from llmserve.jobs.run import input_index
+from llmserve.jobs.run.input_index import Rules
+from llmserve.jobs.run.jsonl import (
     answer_row,
     answer_tokens,
     expired_row,
@@ -154,7 +154,7 @@ def test_a_damaged_index_is_taken_for_missing(tmp_path: Path) -> None:
     checked = task(tmp_path, line(0) + line(1))
     validate(checked)
     path = Path(checked.index)
-    found = line_index.read(path, checked.rules)
+    found = input_index.read(path, checked.rules)
     assert found is not None
     assert found[0].lines == len(found[1]) == 2
     whole = path.read_bytes()
@@ -162,16 +162,16 @@ def test_a_damaged_index_is_taken_for_missing(tmp_path: Path) -> None:
     changed[len(whole) // 2] ^= 1
     for damaged in (whole[:-1], whole[:20], b"", bytes(changed), b"\x93NUMPY" + whole):
         path.write_bytes(damaged)
-        assert line_index.read(path, checked.rules) is None
+        assert input_index.read(path, checked.rules) is None
     path.write_bytes(whole)
     others = msgspec.structs.replace(checked.rules, prompt_chars_max=5)
-    assert line_index.read(path, others) is None, "the rules have changed"
+    assert input_index.read(path, others) is None, "the rules have changed"
 
 
 def test_the_models_of_lines_are_told_apart_up_to_a_number(tmp_path: Path) -> None:
     bodies = [b'{"model":"m%d","prompt":"x"}' % number for number in (0, 1, 0)]
     checked = task(tmp_path, b"".join([line(number, body) for number, body in enumerate(bodies)]))
     report = validate(checked)
-    found = line_index.read(Path(checked.index), checked.rules)
+    found = input_index.read(Path(checked.index), checked.rules)
     assert found is not None
     assert [report.models[place] for place in found[1]["model"]] == ["m0", "m1", "m0"]

@@ -23,9 +23,9 @@ from llmserve.gateway.bodies import BodyLimits
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.stages import Admission, named, reading, refuse_streams, routed, served
-from llmserve.jobs.run.feeding import Feeder, Shapes, arranged
-from llmserve.jobs.run.file_rows import Numbered, results_of
-from llmserve.jobs.run.lines import answer_row, answer_tokens, line_of, refusal_row, row_id
+from llmserve.jobs.run.item_queue import ItemQueue, Shapes, arranged
+from llmserve.jobs.run.jsonl import answer_row, answer_tokens, line_of, refusal_row, row_id
+from llmserve.jobs.run.local_file import Numbered, results_of
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
 from llmserve.live.driver import LiveCluster
 
@@ -64,7 +64,7 @@ class Results:
             file.close()
 
 
-class FileRun:
+class LocalRun:
     """One run of a file.
 
     total, done, failed  lines; `done` includes earlier runs, and those that have failed
@@ -86,7 +86,7 @@ class FileRun:
         self._changed = asyncio.Event()
         self._trouble: OSError | None = None
         self._slots = 0
-        self._feeder = Feeder(slots=lambda model: self._slots)
+        self._items = ItemQueue(slots=lambda model: self._slots)
 
     @property
     def models(self) -> set[str]:
@@ -98,19 +98,19 @@ class FileRun:
         if not any(cluster.engines_ready.values()):
             return f"waiting for {', '.join(cluster.engines_ready)}"
         now_s, waits = time.monotonic(), []
-        for lane in self._feeder.lanes:
-            if lane.model and not cluster.fleet.is_up(lane.model):
-                waits.append(f"no engine of {lane.model!r} is up")
-            elif (why := lane.why_parked(now_s)) is not None:
-                waits.append(f"{lane.model!r}: {why}")
+        for sub_queue in self._items.sub_queues:
+            if sub_queue.model and not cluster.fleet.is_up(sub_queue.model):
+                waits.append(f"no engine of {sub_queue.model!r} is up")
+            elif (why := sub_queue.why_parked(now_s)) is not None:
+                waits.append(f"{sub_queue.model!r}: {why}")
         return ", ".join(waits)
 
     def seconds_left(self) -> float | None:
         """None before the first answer."""
-        if self.done == self.total or not self._feeder.has_rate:
+        if self.done == self.total or not self._items.has_rate:
             return None
         now_s = time.monotonic()
-        return self._feeder.forecast(JOB, now_s, lambda model: float("inf"), now_s).ends_at_s - now_s
+        return self._items.forecast(JOB, now_s, lambda model: float("inf"), now_s).ends_at_s - now_s
 
     async def run(self, cluster: LiveCluster, *, slots: int, barrier: bool) -> None:
         """Run all lines that have no result yet. Raises OSError when the results cannot be written."""
@@ -122,7 +122,7 @@ class FileRun:
         prefixes = np.zeros(len(tokens), np.uint64)
         shapes = Shapes(np.array(self._left, np.int64), np.array(tokens), prefixes, of_models)
         lines = arranged(shapes, barrier=barrier, slots=slots)
-        self._feeder.add(JOB, float("inf"), lines, models=models)
+        self._items.add(JOB, float("inf"), lines, models=models)
         admission = Admission(
             body=[reading(UNLIMITED), refuse_streams], last=[named(cluster), served(cluster), routed(cluster.routes)]
         )
@@ -142,7 +142,7 @@ class FileRun:
             self._results.close()
 
     def _submit(self, cluster: LiveCluster, admission: Admission, source: IO[bytes]) -> None:
-        for handed in self._feeder.take(time.monotonic()):
+        for handed in self._items.take(time.monotonic()):
             line = self._lines[handed.number]
             source.seek(line.offset)
             client = _Line(self, handed.number)
@@ -164,8 +164,8 @@ class FileRun:
         if head.status in BUSY:
             self._again(number, "engine_busy", 0.0)
             return
-        if head.status < 400 and (lane := self._feeder.lane_of(JOB, number)) is not None:
-            lane.clear()
+        if head.status < 400 and (sub_queue := self._items.sub_queue_of(JOB, number)) is not None:
+            sub_queue.clear()
         body = head.body or b""
         name = f"llmserve-{head.receipt.request_id}"
         row = answer_row(row_id(JOB, number), self._lines[number].custom_id, head.status, name, body)
@@ -179,10 +179,10 @@ class FileRun:
 
     def _again(self, number: int, reason: str, retry_after_s: float) -> None:
         """Let a line wait for another try, and the others of its model with it."""
-        lane = self._feeder.lane_of(JOB, number)
-        self._feeder.back(JOB, number)
-        if lane is not None:
-            lane.park(reason, time.monotonic(), retry_after_s)
+        sub_queue = self._items.sub_queue_of(JOB, number)
+        self._items.back(JOB, number)
+        if sub_queue is not None:
+            sub_queue.park(reason, time.monotonic(), retry_after_s)
 
     def _write(self, number: int, row: bytes, *, failed: bool, tokens: float = 0.0) -> None:
         try:
@@ -192,7 +192,7 @@ class FileRun:
         else:
             self.done += 1
             self.failed += failed
-            self._feeder.ended(JOB, number, time.monotonic(), tokens)
+            self._items.ended(JOB, number, time.monotonic(), tokens)
         self._changed.set()
 
 
@@ -203,7 +203,7 @@ class _Line:
 
     paused = listens = False
 
-    def __init__(self, run: FileRun, number: int) -> None:
+    def __init__(self, run: LocalRun, number: int) -> None:
         self._run, self._number = run, number
 
     async def writable(self) -> None:

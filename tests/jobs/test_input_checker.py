@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from llmserve.jobs.run.checking import Turns
+from llmserve.jobs.run.input_checker import Turns
 
 
 async def test_keys_take_turns_however_many_files_each_has() -> None:

@@ -15,7 +15,7 @@ import pytest
 from llmserve.__main__ import main
 from llmserve.engines.process import free_port
 from llmserve.errors import ConfigError
-from llmserve.jobs.run.file_rows import read_input, results_of
+from llmserve.jobs.run.local_file import read_input, results_of
 
 
 def written(path: Path, count: int, **body: object) -> Path:

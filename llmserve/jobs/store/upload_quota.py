@@ -17,7 +17,7 @@ RESERVE_SHARE, RESERVE_BYTES_MAX = 0.1, 1 << 30  # of the disk, which uploads le
 RETRY_AFTER_S = 10.0
 
 
-class Uploads:
+class UploadQuota:
     """stored_bytes : of all complete files, as far as this server knows"""
 
     def __init__(self, folder: Folder, limits: FileLimits) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from llmserve.jobs.contract import LineError
+from llmserve.jobs.objects import LineError
 
 MAGIC = b"llmserve lines 1\n"
 DIGEST_BYTES = 16

@@ -3,9 +3,9 @@
 The scheduler decides when a line starts (choice/background.py); it needs to see a few hundred lines only. So jobs
 of any size cost it the same, and a line that was not handed over yet needs nothing but its number.
 
-    lanes           the lines of one key and model. Each lane has a part of the queue, so that lines which cannot run
-                    now leave room for others; a lane whose lines are refused is parked, alone
-    order of jobs   within a lane, by the ends of their windows
+    sub-queue       the lines of one key and model. Each sub-queue has a part of the queue, so that lines which cannot
+                    run now leave room for others; a sub-queue whose lines are refused is parked, alone
+    order of jobs   within a sub-queue, by the ends of their windows
     order of lines  those with the same prefix together, for an engine computes it once; then by forecast lengths: mixed
                     where slots refill, so that the need for memory is even, with the shortest last, for as long as the
                     longest answer may take: forecasts err, and a long answer that begins late ends alone; the longest
@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 from llmserve.scheduling.rates import LineRate
 
-LINES_MAX = 256  # of all lanes, in the queue or on engines, beside the engines' slots
-LANE_LINES_LEAST = 8  # of a lane, where there are many: LINES_MAX is no limit of these
+LINES_MAX = 256  # of all sub-queues, in the queue or on engines, beside the engines' slots
+SUB_QUEUE_LINES_LEAST = 8  # of a sub-queue, where there are many: LINES_MAX is no limit of these
 FACTOR_LINES = 16.0  # answers as many as which the first guess of their lengths counts
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it, modulo 1, spread evenly however many are taken
 LAST_SHARE_MOST = 0.5  # of a job's lines, the shortest, which run last
-PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # of a lane whose line was refused; half as long again each time
-PARKED_S_MAX = 60.0  # a parked lane is tried again after so long, whatever its refusal says
+PAUSE_S, PAUSE_S_MAX = 0.25, 5.0  # of a sub-queue whose line was refused; half as long again each time
+PARKED_S_MAX = 60.0  # a parked sub-queue is tried again after so long, whatever its refusal says
 
 
 class Shapes(NamedTuple):
@@ -69,7 +69,7 @@ class Forecast(NamedTuple):
     in_time: bool
 
 
-class Lane:
+class SubQueue:
     """The lines of one key and model.
 
     in_queue  lines that were handed over.  trouble : why the last line was refused; None: it was not
@@ -106,8 +106,10 @@ class Lane:
 
 
 class _Job:
-    """deadline_s : end of its window.  turn : within a lane, ascending.  factor : of real lengths over forecasts, as
-    the job's answers tell
+    """A job with lines that have not ended.
+
+    deadline_s : end of its window.  turn : within a sub-queue, ascending
+    factor : of real lengths over forecasts, as the job's answers tell
     """
 
     def __init__(self, job_id: str, deadline_s: float, number: int, lines: Arranged, factor: float) -> None:
@@ -127,10 +129,15 @@ class _Job:
 
 
 class _Row:
-    """The lines of one job in one lane. tokens : of those that have not ended.  waiting_tokens : of those that wait"""
+    """The lines of one job in one sub-queue.
 
-    def __init__(self, job: _Job, lane: Lane, numbers: npt.NDArray[np.int32], tokens: npt.NDArray[np.float32]) -> None:
-        self.job, self.lane = job, lane
+    tokens : forecast length of the lines that have not ended.  waiting_tokens : of the lines that wait
+    """
+
+    def __init__(
+        self, job: _Job, sub_queue: SubQueue, numbers: npt.NDArray[np.int32], tokens: npt.NDArray[np.float32]
+    ) -> None:
+        self.job, self.sub_queue = job, sub_queue
         self._numbers, self._tokens, self._next = numbers, tokens, 0
         self._again: list[tuple[int, float]] = []  # lines that came back; the last is the next
         self.tokens = self.waiting_tokens = float(tokens.sum(dtype=np.float64))
@@ -150,7 +157,7 @@ class _Row:
             self._next += 1
         self.waiting_tokens -= tokens
         self.in_queue += 1
-        self.lane.in_queue += 1
+        self.sub_queue.in_queue += 1
         return number, tokens
 
     def back(self, number: int, tokens: float) -> None:
@@ -160,14 +167,14 @@ class _Row:
 
     def left_queue(self) -> None:
         self.in_queue -= 1
-        self.lane.in_queue -= 1
+        self.sub_queue.in_queue -= 1
 
 
 def _no_slots(model: str) -> int:
     return 0
 
 
-class Feeder:
+class ItemQueue:
     """Keeps a few hundred lines in the queue.
 
     slots  of the engines of a model: so many lines may run beside those that wait
@@ -176,7 +183,7 @@ class Feeder:
     def __init__(self, *, slots: Callable[[str], int] = _no_slots, lines_max: int = LINES_MAX) -> None:
         self._slots, self._lines_max = slots, lines_max
         self._jobs: dict[str, _Job] = {}
-        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._sub_queues: dict[tuple[str, str], SubQueue] = {}
         self._added = 0
         self._in_queue: dict[tuple[str, int], tuple[float, _Row]] = {}  # lines handed over, with their tokens
         self._rates: dict[str, LineRate] = {}  # by model
@@ -187,8 +194,8 @@ class Feeder:
         return sum([max(0.0, row.waiting_tokens) for job in self._jobs.values() for row in job.rows])
 
     @property
-    def lanes(self) -> Iterable[Lane]:
-        return self._lanes.values()
+    def sub_queues(self) -> Iterable[SubQueue]:
+        return self._sub_queues.values()
 
     # ---- jobs ----
 
@@ -216,11 +223,11 @@ class Feeder:
         job = self._jobs[job_id] = _Job(job_id, deadline_s, self._added, lines, factor)
         for place in np.unique(lines.models):
             of_model = lines.models == place
-            lane = self._lanes.setdefault((key, models[place]), Lane(key, models[place]))
-            row = _Row(job, lane, lines.numbers[of_model], lines.tokens[of_model])
+            sub_queue = self._sub_queues.setdefault((key, models[place]), SubQueue(key, models[place]))
+            row = _Row(job, sub_queue, lines.numbers[of_model], lines.tokens[of_model])
             job.rows.append(row)
-            lane.rows.append(row)
-            lane.rows.sort(key=lambda row: row.job.turn)
+            sub_queue.rows.append(row)
+            sub_queue.rows.sort(key=lambda row: row.job.turn)
 
     def remove(self, job_id: str) -> list[int]:
         """Forget a job. Returns its lines that are in the queue or run."""
@@ -234,12 +241,12 @@ class Feeder:
         return numbers
 
     def _leave(self, row: _Row) -> None:
-        lane = row.lane
-        lane.rows.remove(row)
-        if not lane.rows:
-            del self._lanes[lane.key, lane.model]
-            if not any(model == lane.model for _, model in self._lanes):
-                self._end_rate(lane.model)
+        sub_queue = row.sub_queue
+        sub_queue.rows.remove(row)
+        if not sub_queue.rows:
+            del self._sub_queues[sub_queue.key, sub_queue.model]
+            if not any(model == sub_queue.model for _, model in self._sub_queues):
+                self._end_rate(sub_queue.model)
 
     def _end_rate(self, model: str) -> None:
         """Nobody has lines of the model any more. Models are clients' words: only those that have answered are kept."""
@@ -251,22 +258,25 @@ class Feeder:
     def take(self, now_s: float) -> list[Handed]:
         """The lines that enter the queue now, in order."""
         handed: list[Handed] = []
-        lanes = sorted(self._lanes.values(), key=lambda lane: lane.rows[0].job.turn)
-        busy = [lane for lane in lanes if lane.why_parked(now_s) is None]
-        by_key, by_model = Counter([lane.key for lane in busy]), Counter([lane.model for lane in busy])
-        for lane in busy:
-            part = self._lines_max // (len(by_key) * by_key[lane.key])
-            slots = self._slots(lane.model)
-            most = max(part, min(LANE_LINES_LEAST, self._lines_max)) + -(-slots // by_model[lane.model])
-            if lane.trouble is not None:
-                most = 1  # whether the lane's lines run again
-            for row in lane.rows:
-                while lane.in_queue < most and row.waits:
+        sub_queues = sorted(self._sub_queues.values(), key=lambda sub_queue: sub_queue.rows[0].job.turn)
+        busy = [sub_queue for sub_queue in sub_queues if sub_queue.why_parked(now_s) is None]
+        by_key, by_model = (
+            Counter([sub_queue.key for sub_queue in busy]),
+            Counter([sub_queue.model for sub_queue in busy]),
+        )
+        for sub_queue in busy:
+            part = self._lines_max // (len(by_key) * by_key[sub_queue.key])
+            slots = self._slots(sub_queue.model)
+            most = max(part, min(SUB_QUEUE_LINES_LEAST, self._lines_max)) + -(-slots // by_model[sub_queue.model])
+            if sub_queue.trouble is not None:
+                most = 1  # whether the sub-queue's lines run again
+            for row in sub_queue.rows:
+                while sub_queue.in_queue < most and row.waits:
                     number, tokens = row.take()
                     self._in_queue[row.job.id, number] = tokens, row
                     handed.append(Handed(row.job.id, number, max(0.0, row.job.factor * row.waiting_tokens)))
-        for model in {lane.model for lane in lanes}:
-            is_busy = any(lane.in_queue for lane in lanes if lane.model == model)
+        for model in {sub_queue.model for sub_queue in sub_queues}:
+            is_busy = any(sub_queue.in_queue for sub_queue in sub_queues if sub_queue.model == model)
             self._rate(model).note(now_s, 0.0, busy=is_busy)
         return handed
 
@@ -274,20 +284,25 @@ class Feeder:
         return self._rates.setdefault(model, LineRate())
 
     def look_at_s(self, now_s: float) -> float:
-        """When a parked lane is tried again; inf: none is."""
+        """When a parked sub-queue is tried again; inf: none is."""
         return min(
-            [lane.until_s for lane in self._lanes.values() if lane.until_s > now_s and lane.waits], default=math.inf
+            [
+                sub_queue.until_s
+                for sub_queue in self._sub_queues.values()
+                if sub_queue.until_s > now_s and sub_queue.waits
+            ],
+            default=math.inf,
         )
 
-    def lane_of(self, job_id: str, number: int) -> Lane | None:
-        """The lane of a line that was handed over."""
+    def sub_queue_of(self, job_id: str, number: int) -> SubQueue | None:
+        """The sub-queue of a line that was handed over."""
         found = self._in_queue.get((job_id, number))
-        return found[1].lane if found is not None else None
+        return found[1].sub_queue if found is not None else None
 
-    def lanes_of(self, job_id: str) -> Iterator[Lane]:
-        """The lanes in which lines of the job wait, or were handed over."""
+    def sub_queues_of(self, job_id: str) -> Iterator[SubQueue]:
+        """The sub-queues in which lines of the job wait, or were handed over."""
         job = self._jobs.get(job_id)
-        return (row.lane for row in (job.rows if job is not None else ()) if row.waits or row.in_queue)
+        return (row.sub_queue for row in (job.rows if job is not None else ()) if row.waits or row.in_queue)
 
     def back(self, job_id: str, number: int) -> None:
         """Let a line wait again that was not served: it is the next of its job."""
@@ -306,8 +321,8 @@ class Feeder:
         row.tokens -= expected
         if tokens:
             row.job.observe(expected, tokens)
-            row.lane.clear()
-        self._rate(row.lane.model).note(now_s, tokens, busy=True)
+            row.sub_queue.clear()
+        self._rate(row.sub_queue.model).note(now_s, tokens, busy=True)
         if not (row.waits or row.in_queue):
             row.job.rows.remove(row)
             self._leave(row)
@@ -322,9 +337,10 @@ class Feeder:
         return any(rate.tokens_per_s is not None for rate in self._rates.values())
 
     def forecast(self, job_id: str, wall_s: float, tokens_per_s_most: Callable[[str], float], now_s: float) -> Forecast:
-        """When a job ends: at the present rate of lines, after all that comes before it on its models. If that is late,
-        as fast as its share allows, for its lines then count as online requests. Parked lanes begin when they are tried
-        again; lanes that are closed end at inf, and other keys' parked lines come before nobody's.
+        """When a job ends: at the present rate of lines, after all lines that come before it on its models.
+
+        If that end is late, the job runs as fast as its share allows, for its lines then count as online requests.
+        Parked sub-queues begin when tried again; closed ones end at inf. Other keys' parked lines delay nobody.
 
         wall_s : now, on the clock of the ends of windows.  now_s : on the clock of `take`
         tokens_per_s_most : of a model; what its share would get if each share that waits now went on waiting
@@ -332,18 +348,20 @@ class Feeder:
         job = self._jobs[job_id]
         ends = []
         for row in job.rows:
-            lane = row.lane
+            sub_queue = row.sub_queue
             before = [
                 other.job.factor * other.tokens
-                for one in self._lanes.values()
-                if one.model == lane.model and (one is lane or one.why_parked(now_s) is None)
+                for one in self._sub_queues.values()
+                if one.model == sub_queue.model and (one is sub_queue or one.why_parked(now_s) is None)
                 for other in one.rows
                 if other.job.turn <= job.turn
             ]
-            begins_s = wall_s + max(0.0, lane.served_s - now_s)
-            if lane.closed is not None:
+            begins_s = wall_s + max(0.0, sub_queue.served_s - now_s)
+            if sub_queue.closed is not None:
                 begins_s = math.inf
-            ends.append(self._ends(lane.model, job.deadline_s, sum(before), begins_s, tokens_per_s_most(lane.model)))
+            ends.append(
+                self._ends(sub_queue.model, job.deadline_s, sum(before), begins_s, tokens_per_s_most(sub_queue.model))
+            )
         return Forecast(max([end.ends_at_s for end in ends]), all(end.in_time for end in ends))
 
     def forecast_new(
@@ -353,9 +371,9 @@ class Feeder:
         tokens += sum(
             [
                 row.job.factor * row.tokens
-                for lane in self._lanes.values()
-                if lane.model == model and lane.trouble is None and lane.closed is None
-                for row in lane.rows
+                for sub_queue in self._sub_queues.values()
+                if sub_queue.model == model and sub_queue.trouble is None and sub_queue.closed is None
+                for row in sub_queue.rows
                 if row.job.deadline_s <= deadline_s
             ]
         )

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from llmserve.jobs.contract import BatchRow, LineError
-from llmserve.jobs.run import line_index
-from llmserve.jobs.run.line_index import Index, Report, Rules
+from llmserve.jobs.objects import BatchRow, LineError
+from llmserve.jobs.run import input_index
+from llmserve.jobs.run.input_index import Index, Report, Rules
 from llmserve.jobs.run.validation import INPUT_DAMAGED, LINES_MAX, Task, validate
 from llmserve.jobs.store.folder import Folder
+from llmserve.jobs.store.owner import OwnerStore
 from llmserve.jobs.store.rows import Part
-from llmserve.jobs.store.work import WorkStore
 
 THREAD_BYTES = 256 << 10  # takes milliseconds; a process takes a second to start
 
 
-class Checking:
+class InputChecker:
     """tokens_queued_max : of the batches of one key that are in progress; 0: no limit"""
 
     def __init__(
@@ -56,9 +56,9 @@ class Checking:
                 return found  # another batch of the file has had its turn
             report = await asyncio.to_thread(validate, task) if is_small else await _in_process(task)
         found = await asyncio.to_thread(_known, path, index, rules)
-        return found if found is not None else (report, line_index.EMPTY)
+        return found if found is not None else (report, input_index.EMPTY)
 
-    async def too_much(self, store: WorkStore, batch: BatchRow, report: Report) -> list[LineError]:
+    async def too_much(self, store: OwnerStore, batch: BatchRow, report: Report) -> list[LineError]:
         """The error of a batch with which its key would have too many tokens queued; as OpenAI's."""
         most = self._tokens_queued_max
         if not most:
@@ -80,8 +80,8 @@ def _known(path: Path, index: Path, rules: Rules) -> tuple[Report, Index] | None
     except FileNotFoundError:
         size = -1
     if size < rules.size:
-        return Report(lines=0, tokens=0, errors=[LineError("input_damaged", INPUT_DAMAGED)]), line_index.EMPTY
-    return line_index.read(index, rules)
+        return Report(lines=0, tokens=0, errors=[LineError("input_damaged", INPUT_DAMAGED)]), input_index.EMPTY
+    return input_index.read(index, rules)
 
 
 class Turns:

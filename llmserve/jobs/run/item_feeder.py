@@ -1,7 +1,7 @@
-"""Runs the lines of jobs through the server's queue, a few hundred at a time.
+"""Feeds the lines of jobs into the server's queue, a few hundred at a time.
 
-What cannot run now waits alone: a refused line parks the lane of its key and model (feeding.py), and a file that cannot
-be read stops its own job. The feed of everybody waits for nothing but the recorder and an engine.
+A line that cannot run now stops few others: a refused line parks the sub-queue of its key and model (item_queue.py),
+and a file that cannot be read stops its own job. Only the recorder and the last engine can stop the feeder as a whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Literal, Protocol
 
 from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.run.estimates import Forecaster, Work
-from llmserve.jobs.run.feeding import Feeder, Forecast, arranged
+from llmserve.jobs.run.item_queue import Forecast, ItemQueue, arranged
 from llmserve.jobs.run.job import InputDamaged, Job, read_lines
-from llmserve.jobs.run.lines import Line, answer_row, answer_tokens, expired_row, line_of, refusal_row, row_id
+from llmserve.jobs.run.jsonl import Line, answer_row, answer_tokens, expired_row, line_of, refusal_row, row_id
 from llmserve.jobs.run.recorder import Recorder, Result
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
 from llmserve.jobs.store.rows import Kind
@@ -50,7 +50,7 @@ class Answered(Protocol):
     def refused(self, error: RequestError, request_id: str) -> None: ...
 
 
-class Door(Forecaster, Protocol):
+class Submitter(Forecaster, Protocol):
     """Where lines enter the server's queue, as ordinary requests do."""
 
     @property
@@ -86,7 +86,7 @@ class Door(Forecaster, Protocol):
         ...
 
 
-class LineFeed:
+class ItemFeeder:
     """Submits lines while the door is open; `run()` is a task.
 
     jobs        by id
@@ -95,9 +95,11 @@ class LineFeed:
     lines_ended lines with a safe result, by outcome
     """
 
-    def __init__(self, jobs: Mapping[str, Job], recorder: Recorder, door: Door, clock: Callable[[], float]) -> None:
-        self._jobs, self._recorder, self._door, self._clock = jobs, recorder, door, clock
-        self._feeder = Feeder(slots=door.slots)
+    def __init__(
+        self, jobs: Mapping[str, Job], recorder: Recorder, submitter: Submitter, clock: Callable[[], float]
+    ) -> None:
+        self._jobs, self._recorder, self._submitter, self._clock = jobs, recorder, submitter, clock
+        self._items = ItemQueue(slots=submitter.slots)
         self.lines_ended: dict[str, int] = dict.fromkeys(("completed", "failed", "expired"), 0)
         self._wake = asyncio.Event()
         self._seeking: dict[str, Job] = {}  # jobs that wait for a seat
@@ -106,7 +108,7 @@ class LineFeed:
     @property
     def is_open(self) -> bool:
         """Whether lines can start now."""
-        return self._door.is_open
+        return self._submitter.is_open
 
     @property
     def lines_waiting(self) -> int:
@@ -118,7 +120,7 @@ class LineFeed:
 
     @property
     def tokens_waiting(self) -> float:
-        return self._feeder.tokens_waiting
+        return self._items.tokens_waiting
 
     def _now_s(self) -> float:
         """The clock of pauses, which nobody sets."""
@@ -175,7 +177,7 @@ class LineFeed:
                 del seeking[key]
 
     def _unseat(self, job: Job) -> None:
-        self._feeder.remove(job.id)
+        self._items.remove(job.id)
         job.not_before = self._now_s() + UNSEATED_S
         job.unload()
         job.changed.set()
@@ -187,17 +189,17 @@ class LineFeed:
             job.open = True
             shapes, models = job.loaded.shapes, job.loaded.models
             if shapes is not None:
-                slots = max([self._door.slots(model) for model in models], default=0)
-                lines = await asyncio.to_thread(arranged, shapes, barrier=self._door.barrier, slots=slots)
-                if not job.open or job.id in self._feeder:  # stopped meanwhile, or opened again
+                slots = max([self._submitter.slots(model) for model in models], default=0)
+                lines = await asyncio.to_thread(arranged, shapes, barrier=self._submitter.barrier, slots=slots)
+                if not job.open or job.id in self._items:  # stopped meanwhile, or opened again
                     return
-                self._feeder.add(job.id, job.expires_at, lines, factor=job.factor, key=job.key, models=models)
+                self._items.add(job.id, job.expires_at, lines, factor=job.factor, key=job.key, models=models)
                 job.loaded.shapes = None
         self._wake.set()
 
     def stop(self, job: Job) -> None:
         """Take back every line of a job that has no answer yet. Its lines do not start again."""
-        self._feeder.remove(job.id)
+        self._items.remove(job.id)
         job.stop_lines()
         self._wake.set()
 
@@ -209,22 +211,22 @@ class LineFeed:
 
     def _why_parked(self, job: Job) -> str | None:
         now_s = self._now_s()
-        reasons = [lane.why_parked(now_s) for lane in self._feeder.lanes_of(job.id)]
+        reasons = [sub_queue.why_parked(now_s) for sub_queue in self._items.sub_queues_of(job.id)]
         return reasons[0] if reasons and None not in reasons else None
 
     def forecast(self, job: Job) -> Forecast | None:
         """When a job ends; None: nobody knows."""
-        if job.id in self._feeder:
-            most = partial(self._door.tokens_per_s, job.key)
-            return self._feeder.forecast(job.id, self._clock(), most, self._now_s())
+        if job.id in self._items:
+            most = partial(self._submitter.tokens_per_s, job.key)
+            return self._items.forecast(job.id, self._clock(), most, self._now_s())
         if job.loaded is not None or job.work is None:
             return None
         return self.forecast_new(job.key, job.expires_at, job.work)
 
     def forecast_new(self, key: str, expires_at: float, work: Work) -> Forecast:
         """When a batch ends whose lines are not known yet."""
-        tokens_per_s = self._door.tokens_per_s(key, work.model)
-        return self._feeder.forecast_new(expires_at, work.model, work.output_tokens, self._clock(), tokens_per_s)
+        tokens_per_s = self._submitter.tokens_per_s(key, work.model)
+        return self._items.forecast_new(expires_at, work.model, work.output_tokens, self._clock(), tokens_per_s)
 
     # ---- lines that start ----
 
@@ -235,39 +237,37 @@ class LineFeed:
                     await self._wake.wait()
             self._wake.clear()
             self._deal_seats()
-            if not self._door.is_open or self._recorder.trouble is not None:
+            if not self._submitter.is_open or self._recorder.trouble is not None:
                 await asyncio.sleep(LOOK_S)
                 self._wake.set()
                 continue
-            for lane in self._feeder.lanes:
-                lane.closed = None if self._door.is_up(lane.model) else "no_engine"
+            for sub_queue in self._items.sub_queues:
+                sub_queue.closed = None if self._submitter.is_up(sub_queue.model) else "no_engine"
             for job, lines in self._taken():
                 await self._begin(job, lines)
 
     def _look_in_s(self) -> float | None:
-        """When to look again without being woken: lanes are closed and parked until something happens elsewhere."""
-        lanes = list(self._feeder.lanes)
-        if (
-            any(lane.closed for lane in lanes) or self._seeking
-        ):  # a seat becomes free as jobs end, and as they are parked
+        """When to look again without being woken. None: only an event can change anything."""
+        is_closed = any(sub_queue.closed for sub_queue in self._items.sub_queues)
+        if is_closed or self._seeking:  # engines come up, and seats become free, without waking this task
             return LOOK_S
         now_s = self._now_s()
-        at_s = self._feeder.look_at_s(now_s)
+        at_s = self._items.look_at_s(now_s)
         return max(0.0, at_s - now_s) if at_s < math.inf else None
 
-    def _taken(self) -> list[tuple[Job, list[_LineInFlight]]]:
+    def _taken(self) -> list[tuple[Job, list[_ItemInFlight]]]:
         """The lines that start now, which are in flight from here on. Neighbours of one job are together."""
-        taken: list[tuple[Job, list[_LineInFlight]]] = []
-        for job_id, handed in groupby(self._feeder.take(self._now_s()), attrgetter("job")):
+        taken: list[tuple[Job, list[_ItemInFlight]]] = []
+        for job_id, handed in groupby(self._items.take(self._now_s()), attrgetter("job")):
             job = self._jobs[job_id]
-            lines = [_LineInFlight(self, job, line.number, line.after_tokens) for line in handed]
+            lines = [_ItemInFlight(self, job, line.number, line.after_tokens) for line in handed]
             for line in lines:
                 job.in_flight[line.number] = line
                 job.waiting[line.number] = False
             taken.append((job, lines))
         return taken
 
-    async def _begin(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+    async def _begin(self, job: Job, lines: Sequence[_ItemInFlight]) -> None:
         """Start lines of a job. Whatever fails, the others are not held up."""
         try:
             await self._start(job, lines)
@@ -279,7 +279,7 @@ class LineFeed:
             log.exception("lines of batch %s cannot start", job.id)
             self._hold(job, lines, "disk_error" if isinstance(error, OSError) else "internal_error")
 
-    def _hold(self, job: Job, lines: Sequence[_LineInFlight], trouble: str) -> None:
+    def _hold(self, job: Job, lines: Sequence[_ItemInFlight], trouble: str) -> None:
         """Take lines back, and let their job stand still until somebody has looked at it."""
         self._take_back(job, lines)
         self.stop(job)
@@ -291,7 +291,7 @@ class LineFeed:
         texts = await asyncio.to_thread(read_lines, job.loaded, numbers)
         return [line_of(text) for text in texts]
 
-    async def _start(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+    async def _start(self, job: Job, lines: Sequence[_ItemInFlight]) -> None:
         """Submit these lines, if nobody has taken them back. Raises OSError and InputDamaged before the first."""
         requests = await self.read(job, [line.number for line in lines])
         for place, (line, request) in enumerate(zip(lines, requests, strict=True), 1):
@@ -301,7 +301,7 @@ class LineFeed:
             if not line.is_in_flight:
                 continue
             try:
-                cancel = await self._door.submit(
+                cancel = await self._submitter.submit(
                     job.key,
                     job.endpoint,
                     bytes(request.body),
@@ -317,7 +317,7 @@ class LineFeed:
             else:
                 line.started(cancel)
 
-    def _take_back(self, job: Job, lines: Sequence[_LineInFlight]) -> None:
+    def _take_back(self, job: Job, lines: Sequence[_ItemInFlight]) -> None:
         for line in reversed(lines):
             if line.is_in_flight:
                 del job.in_flight[line.number]
@@ -326,15 +326,15 @@ class LineFeed:
     def _back(self, job: Job, number: int) -> None:
         """Let a line wait again."""
         job.waiting[number] = True
-        self._feeder.back(job.id, number)
+        self._items.back(job.id, number)
 
     def answered(self, job: Job, number: int, request: Line, status: int, request_id: str, body: bytes) -> None:
         """An engine has answered a line. The line is in flight until it has its row, or waits again."""
         if status in BUSY:
             self._again(job, number, "engine_busy", None)
             return
-        if status < 400 and (lane := self._feeder.lane_of(job.id, number)) is not None:
-            lane.clear()
+        if status < 400 and (sub_queue := self._items.sub_queue_of(job.id, number)) is not None:
+            sub_queue.clear()
         row = answer_row(row_id(job.id, number), request.custom_id, status, request_id, body)
         self.note(job, number, row, "failed" if status >= 400 else "completed", answer_tokens(body))
 
@@ -356,10 +356,10 @@ class LineFeed:
     def _again(self, job: Job, number: int, reason: str, retry_after_s: float | None) -> None:
         """Let a line wait for another try, and the others of its key and model with it."""
         del job.in_flight[number]
-        lane = self._feeder.lane_of(job.id, number)
+        sub_queue = self._items.sub_queue_of(job.id, number)
         self._back(job, number)
-        if lane is not None:
-            lane.park(reason, self._now_s(), retry_after_s or 0.0)
+        if sub_queue is not None:
+            sub_queue.park(reason, self._now_s(), retry_after_s or 0.0)
         self._wake.set()
 
     def note_expired(self, job: Job, number: int, request: Line) -> None:
@@ -374,7 +374,7 @@ class LineFeed:
         def on_safe() -> None:
             job.recording -= 1
             self.lines_ended[outcome] += 1
-            self._feeder.ended(job.id, number, self._now_s(), tokens)
+            self._items.ended(job.id, number, self._now_s(), tokens)
             self._wake.set()
             if job.is_done:
                 job.changed.set()
@@ -389,14 +389,14 @@ def _urgency(job: Job) -> tuple[float, float, str]:
     return job.not_before, job.expires_at, job.id
 
 
-class _LineInFlight:
+class _ItemInFlight:
     """A line that was chosen to start. It ends once: by an answer, a refusal, or because it is taken back."""
 
     __slots__ = ("_cancel", "_feed", "_job", "after_tokens", "number", "request")
 
     request: Line  # from the start on
 
-    def __init__(self, feed: LineFeed, job: Job, number: int, after_tokens: float) -> None:
+    def __init__(self, feed: ItemFeeder, job: Job, number: int, after_tokens: float) -> None:
         self._feed, self._job, self.number, self.after_tokens = feed, job, number, after_tokens
         self._cancel: Callable[[], None] | None = None
 
