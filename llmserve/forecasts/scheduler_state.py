@@ -43,7 +43,8 @@ def scheduler_saving(
 
 
 def _of_model(queues: ModelQueues) -> dict[str, Any]:
-    scores, lengths = queues.seen.predicted if queues.seen is not None else (queues.edges.values, np.zeros(0))
+    seen, edges = queues.binning.seen, queues.binning.edges
+    scores, lengths = seen.predicted if seen is not None else (edges.values, np.zeros(0))
     service = queues.service
     return {
         "scores": scores,

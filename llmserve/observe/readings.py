@@ -52,7 +52,7 @@ class SchedulerReading:
         return [((model, str(queue.index)), len(queue)) for model, queues in self._models for queue in queues.bins]
 
     def bin_edges(self) -> Rows:
-        lower = {model: (0.0, *queues.edges.edges) for model, queues in self._models}
+        lower = {model: (0.0, *queues.binning.edges.edges) for model, queues in self._models}
         return [
             ((model, str(queue.index)), lower[model][queue.index])
             for model, queues in self._models
@@ -64,7 +64,7 @@ class SchedulerReading:
         return [((model,), len(queues.formed)) for model, queues in self._models] or [(("",), 0)]
 
     def trusted(self) -> Rows:
-        return [((model,), queues.trust.trusted) for model, queues in self._models]
+        return [((model,), queues.binning.trust.trusted) for model, queues in self._models]
 
     def accuracy(self, value: Callable[[Accuracy], float]) -> Rows:
         """A figure of the accuracy of predictions over the scheduler's window."""
@@ -72,7 +72,7 @@ class SchedulerReading:
 
     @cached_property
     def _accuracies(self) -> list[tuple[str, Accuracy]]:
-        return [(model, queues.trust.accuracy(self.bin_count)) for model, queues in self._models]
+        return [(model, queues.binning.trust.accuracy(self.bin_count)) for model, queues in self._models]
 
     def wanted(self) -> Rows:
         return counts(self._cluster.engines_wanted())

@@ -63,7 +63,7 @@ class Admission:
         self._book.enter(queued, queues)
         self._learn(group, queues)
         self._forming.form_early(queues, queue, self._book.now_s)
-        if group.needs_dispatch or group.tally.lines:
+        if group.needs_dispatch or group.tally.items:
             self._book.touch(group)
 
     def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Admission:
             return online * queues.slots, lines * queues.slots
         fair = queues.fair
         members = (queues,) if len(group.queues) == 1 else group.queues.values()
-        lines = sum([member.lines for member in members if member.fair is fair])
+        lines = sum([member.items.running for member in members if member.fair is fair])
         return sum([member.present for member in members if member.fair is fair]) - lines, lines
 
     def _learn(self, group: Group, queues: ModelQueues) -> None:
@@ -87,7 +87,7 @@ class Admission:
         if engines and engines[0].info.barrier:
             wanted = self.held(group, queues)[0] + queues.slots  # it wants an engine of its own
         elif len(group.queues) == 1:
-            wanted = queues.present - queues.lines
+            wanted = queues.present - queues.items.running
         else:
             wanted, _ = self.held(group, queues)
         reserve = self.reserves.get(queues.fair)

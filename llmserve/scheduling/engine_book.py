@@ -17,7 +17,7 @@ from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import ReportCircuit
-from llmserve.scheduling.queues.waiting import Run, refund
+from llmserve.scheduling.queues.waiting import Run
 
 UNLISTED_MODELS_MAX = 256  # models that no engine has listed yet, and whose requests wait
 
@@ -120,7 +120,8 @@ class EngineBook:
                 again.setdefault(run.batch_id, []).append(run)
         for unanswered in again.values():
             self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
-        refund(runs)
+        for run in runs:
+            run.queued.refund()
         group.pool.refresh(state, self._book.now_s)  # engines that share its GPU may be free now
         self.changed([group])  # after the retried requests have been queued, so that they move too
 

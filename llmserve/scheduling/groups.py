@@ -28,7 +28,7 @@ from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportDue, ReportTrust, ServingGroup
-from llmserve.scheduling.queues.model_queues import ModelQueues, count_lines
+from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
 REFUSALS_MAX = 8  # engines that are asked for one request, so that a fleet that refuses all is not asked by each of all
@@ -233,7 +233,7 @@ class RequestBook:
         if self._times is None or queued.request.deadline_s is None:
             return queued.request.deadline_s
         queues = self.queues_of(queued)
-        return self._times.late_at_s(queued, queues.engines, queues.tokens(queued.bin).least, now_s)
+        return self._times.late_at_s(queued, queues.engines, queues.binning.tokens(queued.bin).least, now_s)
 
     def _gives_up_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
         """When the request has waited long enough for a working engine; None: it has one."""
@@ -288,7 +288,7 @@ class RequestBook:
         for queued in requests:
             del self.by_id[queued.request.id]
             if queued.request.background:
-                count_lines(self.queues_of(queued), -1)
+                self.queues_of(queued).count_items(-1)
         group = self._groups.by_name[requests[0].group]
         group.leave(group.queues[requests[0].request.model], len(requests))
         return group
@@ -327,11 +327,10 @@ class RequestBook:
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
             if run.queued.request.background and tokens > 0:
-                queues.line_service.observe(engine.served_s(run, self.now_s), tokens)
-                queues.line_rate.note(self.now_s, tokens, busy=True)
+                queues.items.answered(self.now_s, engine.served_s(run, self.now_s), tokens)
             if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
-                r = queues.trust.rank_correlation
-                self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
+                trust, r = queues.binning.trust, queues.binning.trust.rank_correlation
+                self.actions.append(ReportTrust(trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)
 
     def record_pace(self, engine: EngineState, run: Run, together: int, output_tokens: float) -> None:
@@ -406,7 +405,7 @@ class RequestBook:
     def count_as_online(self, queued: QueuedRequest) -> None:
         """Let a line of a job that ran in vain wait as all others do, for it has begun once."""
         if queued.request.background:
-            count_lines(self.queues_of(queued), -1)
+            self.queues_of(queued).count_items(-1)
             queued.request, queued.charged = msgspec.structs.replace(queued.request, background=False), 0.0
             self.actions.append(ReportDue(queued.request.id))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.rates import ServiceTime
 
 FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stand for themselves and prompts are free
 CERTAIN = 3.0  # standard errors
@@ -168,16 +169,18 @@ class Load:
             queued.decay_s = self.waits.decay_s
 
     def arrive(
-        self, queued: QueuedRequest, forecast: float | None, seconds: float, mean: float, ahead: int, slots: int
+        self, queued: QueuedRequest, forecast: float | None, service: ServiceTime, ahead: int, slots: int
     ) -> bool:
         """Take a new request, before it is counted. True when the wait's tail changed.
 
-        forecast : tokens; None without one.  seconds : a token, with the time of prompts.  mean : tokens of an answer
+        forecast : tokens; None without one.  service : times of answers, with those of their prompts
         ahead : requests that wait in engines.  slots : of the model
         """
         if forecast:
             queued.likely_tokens = self.calibration.tokens(forecast)
-        own_s, queued.prompt_s = self.prompts.split(queued.likely_tokens, seconds, queued.request.prompt_tokens, mean)
+        own_s, queued.prompt_s = self.prompts.split(
+            queued.likely_tokens, service.seconds_per_token, queued.request.prompt_tokens, service.tokens_mean
+        )
         queued.service_s = own_s + queued.prompt_s
         queued.pace_s = queued.service_mean_s / max(1, slots)
         changed = self.waits.observe(1e-6 * self.work_us / max(1, slots) + ahead * queued.pace_s)

@@ -11,7 +11,7 @@ JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
 # counts as jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
-LINE_RATE_S = 600.0  # memory of LineRate
+ITEM_RATE_S = 600.0  # memory of ItemRate
 ROUNDING = 1e-6  # relative: makes a silence longer, so that the estimate falls below the rate despite rounding
 
 
@@ -202,18 +202,18 @@ class GroupRates:
         return False
 
 
-class LineRate:
-    """Tokens of lines that end in a second, over the time in which some were in the queue; its weight decays."""
+class ItemRate:
+    """Tokens a second of batch items that end, over the time in which some were in the queue; its weight decays."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
         self._at_s: float | None = None
 
     def note(self, now_s: float, tokens: float, *, busy: bool) -> None:
-        """Note an answer, or 0 tokens. busy : whether lines are in the queue until the next note"""
+        """Note an answer, or 0 tokens. busy : whether items are in the queue until the next note"""
         if self._at_s is not None:
             passed_s = now_s - self._at_s
-            keep = math.exp(-passed_s / LINE_RATE_S)
+            keep = math.exp(-passed_s / ITEM_RATE_S)
             self._tokens, self._seconds = keep * self._tokens, keep * self._seconds + passed_s
         self._tokens += tokens
         self._at_s = now_s if busy else None
@@ -227,3 +227,15 @@ class LineRate:
     def tokens_per_s(self) -> float | None:
         """None before the first answer."""
         return self._tokens / self._seconds if self._tokens and self._seconds else None
+
+
+class ItemService:
+    """Items of batch jobs that took what others left: their times, their rate, and how many run."""
+
+    def __init__(self) -> None:
+        self.times, self.rate, self.running = ServiceTime(), ItemRate(), 0
+
+    def answered(self, now_s: float, seconds: float, tokens: float) -> None:
+        """Record an answer: its seconds on the engine and its tokens (> 0)."""
+        self.times.observe(seconds, tokens)
+        self.rate.note(now_s, tokens, busy=True)

@@ -10,10 +10,13 @@ scheduler asks for as loads and lengths change. Before the first plan these rele
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from bins.dispatch import DispatchPlan
+from bins.dispatch import DispatchPlan, Observed
+from bins.edges import OnlineEdges
+from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.rates import Arrivals
 
@@ -292,6 +295,37 @@ class Table(Planned):
         assert self.plan is not None, "the limit needs a plan"
         wait_s = min(self.wait_s, self.plan.tables[queue.index].wait_s_max)
         return min(queue.oldest_at_s + wait_s, self.latest_start_s(queue))
+
+
+class Plans:
+    """The plans of one model. release : follows them.  planner : says when a new one is wanted"""
+
+    def __init__(self, release: Planned, planner: Planner) -> None:
+        self._release, self._planner = release, planner
+
+    def arrived(self, bin_index: int, now_s: float) -> int:
+        """Count an arrival in a bin. Returns the queue in which it waits."""
+        self._planner.arrived(bin_index, now_s)
+        return self._release.queue_of(bin_index)
+
+    def answered(self) -> None:
+        """Count a recorded answer."""
+        self._planner.answered()
+
+    def queue_of(self, bin_index: int) -> int:
+        """The queue in which a bin's requests wait."""
+        return self._release.queue_of(bin_index)
+
+    def follow(self, plan: DispatchPlan) -> bool:
+        """Follow a new plan. True when the plan assigns bins to other queues than before."""
+        self._planner.solved()
+        return self._release.follow(plan)
+
+    def wants(
+        self, now_s: float, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool, pace: Callable[[], float]
+    ) -> Observed | None:
+        """The load for which a new plan is wanted; see Planner."""
+        return self._planner.wants(now_s, self._release.plan, edges, engines, slots, trusted=trusted, pace=pace)
 
 
 def _if_finite(limit_s: float) -> float | None:

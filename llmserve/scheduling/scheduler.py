@@ -51,7 +51,7 @@ from llmserve.scheduling.messages import (
     Tuned,
 )
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
-from llmserve.scheduling.queues.waiting import FormedBatch, Run, refund
+from llmserve.scheduling.queues.waiting import FormedBatch, Run
 from llmserve.scheduling.rates import GroupRates
 
 
@@ -232,12 +232,12 @@ class Scheduler:
                 self._book.run_elsewhere(run)
             else:
                 self._book.run_again([run], "engine_failed", avoid=event.engine)
-            refund((run,))
+            queued.refund()
             self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping:
             waits = self.batch_lane if queued.request.background and not engine.info.barrier else self._book
             waits.wait_again(queued)
-            refund((run,))
+            queued.refund()
         else:
             self._finish(event, engine, run)
         self._freed(engine)
@@ -255,7 +255,7 @@ class Scheduler:
         """Forget a request that runs no more, and learn from its answer."""
         completed = event.outcome == "completed"
         ran_s = math.inf if completed else self._now_s - run.started_at_s
-        self._book.queues_of(run.queued).settle(run.queued, event.output_tokens, ran_s)
+        self._book.queues_of(run.queued).true_up(run.queued, event.output_tokens, ran_s)
         self._book.end((run,))
         if completed:
             self._book.record_answers((run,), {event.request_id: event.output_tokens})
@@ -278,7 +278,9 @@ class Scheduler:
                 engine.rests.answered(ended[0].queued.request.model, ended[0].started_at_s)
             engine.remove(ended, self._now_s)
             for run in ended:
-                self._book.queues_of(run.queued).settle(run.queued, event.output_tokens.get(run.queued.request.id, 0.0))
+                self._book.queues_of(run.queued).true_up(
+                    run.queued, event.output_tokens.get(run.queued.request.id, 0.0)
+                )
             self._book.end(ended)
             self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:

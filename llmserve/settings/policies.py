@@ -21,13 +21,14 @@ from llmserve.scheduling.lengths import Learnt, SeenLengths
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.planner import Planner
+from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
 from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
-from llmserve.scheduling.release import Planned, Release
+from llmserve.scheduling.release import Planned, Plans, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 from llmserve.settings.policy_names import (
@@ -373,17 +374,19 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         lengths_seen = self._lengths_seen(model_release, scores if has_lengths else (), lengths)
         queues = ModelQueues(
             model,
+            binning=Binning(
+                _edges(self, lengths_seen, scores),
+                Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
+                batch_size=self.full_batch,
+                by_risk=self.bins_by == "risk",
+                seen=lengths_seen,
+            ),
             release=model_release,
-            planner=Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor)
+            formed=FormedQueue(order.batch_key),
+            plans=Plans(model_release, Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor))
             if isinstance(model_release, Planned) and lengths_seen is not None
             else None,
-            formed=FormedQueue(order.batch_key),
-            edges=_edges(self, lengths_seen, scores),
-            batch_size=self.full_batch,
-            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
-            seen=lengths_seen,
             queue=self._queue(order),
-            by_risk=self.bins_by == "risk",
             follows_load=order.follows_load,
             group=group,
             tally=tally,

@@ -205,9 +205,11 @@ async def test_the_scheduler_begins_as_it_ended_and_its_journal_replays(tmp_path
         async with AsyncExitStack() as stack:
             second = await servers.start(stack, **settings)
             after = second.cluster.scheduler.models["fake"]
-            assert len(before.edges.edges) == 3
-            assert sorted(after.edges.values) == pytest.approx(sorted(before.edges.values), abs=0.01)
-            assert after.edges.edges == pytest.approx(equal_mass_edges(before.edges.values, 4), rel=0.01)
+            assert len(before.binning.edges.edges) == 3
+            assert sorted(after.binning.edges.values) == pytest.approx(sorted(before.binning.edges.values), abs=0.01)
+            assert after.binning.edges.edges == pytest.approx(
+                equal_mass_edges(before.binning.edges.values, 4), rel=0.01
+            )
             assert after.service.tokens_mean == before.service.tokens_mean
             assert after.service.seconds_per_token == before.service.seconds_per_token
             await teach(second, engine)
@@ -216,7 +218,9 @@ async def test_the_scheduler_begins_as_it_ended_and_its_journal_replays(tmp_path
         assert journal.replay(header, steps) == steps
         async with AsyncExitStack() as stack:
             third = await servers.start(stack, bins=4, batch_size=4)
-            assert third.cluster.scheduler.models["fake"].edges.edges == (), "scores of other batches mean nothing"
+            assert third.cluster.scheduler.models["fake"].binning.edges.edges == (), (
+                "scores of other batches mean nothing"
+            )
 
 
 async def test_edges_by_answers_keep_the_lengths_that_they_are_fitted_to(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ async def test_edges_by_answers_keep_the_lengths_that_they_are_fitted_to(tmp_pat
                 server = await servers.start(stack, **settings)
                 if not pairs:
                     await teach(server, engine)
-                seen = server.cluster.scheduler.models["fake"].seen
+                seen = server.cluster.scheduler.models["fake"].binning.seen
                 assert seen is not None
                 pairs.append(sorted(zip(*np.round(seen.predicted, 2).tolist(), strict=True)))
     assert len(pairs[0]) > 40

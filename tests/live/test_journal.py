@@ -143,10 +143,10 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
                 assert scheduler.engines["e"].proven_until_s("a") < 0, "no answer has proven the pace yet"
             book.append(float(now_s), event, scheduler.handle(event, float(now_s)))
     a, b = scheduler.queues("a"), scheduler.queues("b")
-    assert (a.edges.edges, b.edges.edges) == ((25.0,), (1.5,))
+    assert (a.binning.edges.edges, b.binning.edges.edges) == ((25.0,), (1.5,))
     assert a.service.tokens_mean == pytest.approx(25.0 + 5.0 / 40.4, rel=0.01), "one answer of 30 after 40 of 25"
-    assert a.seen is not None
-    assert sorted(a.seen.predicted[1])[-1] == 41.0
+    assert a.binning.seen is not None
+    assert sorted(a.binning.seen.predicted[1])[-1] == 41.0
     read, steps = journal.read(tmp_path / "j")
     assert read == header
     assert journal.replay(read, steps) == steps

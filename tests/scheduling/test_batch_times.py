@@ -27,7 +27,7 @@ def queues(*lengths: float, bins: int = 1, edges: tuple[float, ...] | None = Non
 
 
 def times_of(times: Timetable, engine: EngineState, queues: ModelQueues, bin_index: int = 0) -> BatchTimes:
-    return times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
+    return times.of(engine, queues.model, bin_index, queues.binning.tokens(bin_index))
 
 
 def test_a_batch_takes_its_prefill_and_the_steps_of_its_longest_answer() -> None:
@@ -120,14 +120,14 @@ def test_the_first_answers_are_known_at_once() -> None:
 
 def test_while_predictions_are_not_trusted_the_one_bin_has_all_lengths() -> None:
     model_queues = queues(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
-    assert model_queues.tokens(0).longest[0] == 10.0
+    assert model_queues.binning.tokens(0).longest[0] == 10.0
     answers = 0
-    while model_queues.trust.trusted:
+    while model_queues.binning.trust.trusted:
         score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # reversed predictions
         model_queues.record_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
-        model_queues.tokens(0)
+        model_queues.binning.tokens(0)
         answers += 1
-    assert model_queues.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
+    assert model_queues.binning.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
 
 
 # ---- late ----

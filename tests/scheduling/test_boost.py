@@ -163,7 +163,7 @@ def test_without_forecasts_requests_go_in_order_of_arrival() -> None:
 
 def test_forecasts_that_are_not_trusted_do_not_count() -> None:
     scheduler = one_by_one("boost")
-    scheduler.queues("").trust.trusted = False
+    scheduler.queues("").binning.trust.trusted = False
     arrive(scheduler, *[Request(number, 300.0 - number, quantiles=(1.0, 300.0 - number)) for number in range(30)])
     assert run_dry(scheduler, 0, 1.0) == list(range(30))
 

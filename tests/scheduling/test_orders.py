@@ -77,7 +77,7 @@ def test_predictions_that_rank_nothing_leave_first_come_first_served() -> None:
     for request_id in range(64):  # all of the same length, whatever was predicted
         arrive(scheduler, Request(request_id, rng.uniform(1, 500)))
         step(scheduler, RequestEnded("gpu0", request_id, "completed", rng.uniform(1, 500)))
-    assert not scheduler.queues("").trust.trusted
+    assert not scheduler.queues("").binning.trust.trusted
     arrive(scheduler, Request(100, 5.0))
     arrive(scheduler, Request(101, 400.0), now_s=1.0)
     arrive(scheduler, Request(102, 3.0), now_s=2.0)

@@ -232,13 +232,13 @@ def test_without_trust_plans_are_for_one_bin_until_trust_is_back() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     body.new()
-    body.scheduler.queues("").trust.trusted = False
+    body.scheduler.queues("").binning.trust.trusted = False
     body.answer = wait_on(bins=1)
     body.arrivals(1, 0.1)
     (observed,) = body.new()
     assert len(observed.rates_per_s) == len(observed.lengths) == 1
     assert observed.rates_per_s[0] == pytest.approx(10.0, rel=0.03)
-    body.scheduler.queues("").trust.trusted = True
+    body.scheduler.queues("").binning.trust.trusted = True
     body.arrivals(1, 0.1)
     assert [len(observed.rates_per_s) for observed in body.new()] == [BINS]
 

@@ -366,11 +366,11 @@ def test_neighbouring_bins_wait_in_one_queue() -> None:
 
 def test_predictions_that_are_not_trusted_leave_one_queue() -> None:
     scheduler = following(FOUR)
-    scheduler.queues("").trust.trusted = False
+    scheduler.queues("").binning.trust.trusted = False
     arrive(scheduler, Request(1, 35.0), Request(2, 5.0))
     assert waiting(scheduler) == [[1, 2], [], [], []]
     step(scheduler, DispatchSolved(plan(table())), 1.0)  # solved for one bin
-    scheduler.queues("").trust.trusted = True
+    scheduler.queues("").binning.trust.trusted = True
     arrive(scheduler, Request(3, 35.0), now_s=2.0)
     assert waiting(scheduler) == [[1, 2, 3], [], [], []], "until a plan for all bins comes"
     step(scheduler, DispatchSolved(FOUR), 3.0)

@@ -120,7 +120,7 @@ def test_a_returned_batch_is_sorted_again_too() -> None:
 def test_while_predictions_are_not_trusted_later_forecasts_change_no_order() -> None:
     scheduler = one_by_one("shortest")
     arrive(scheduler, Request(0), Request(1), Request(2), Request(3))
-    scheduler.queues("").trust.trusted = False
+    scheduler.queues("").binning.trust.trusted = False
     step(scheduler, revised({1: 300.0, 2: 20.0, 3: 100.0}), 1.0)
     assert run_dry(scheduler, 0, 2.0) == [0, 1, 2, 3]
 
@@ -278,6 +278,6 @@ def test_predictions_are_judged_by_the_forecasts_at_the_arrivals() -> None:
     while scheduler.requests:
         (request_id,) = scheduler.engines["gpu0"].running
         step(scheduler, RequestEnded("gpu0", request_id, "completed", 10.0 + request_id), 2.0)
-    trust = scheduler.queues("").trust
+    trust = scheduler.queues("").binning.trust
     assert trust.trusted
     assert trust.accuracy(8).rank_correlation == pytest.approx(1.0)

@@ -335,7 +335,7 @@ def test_time_never_runs_backwards() -> None:
 def test_edges_follow_the_predictions_that_arrive() -> None:
     scheduler = new_scheduler(REFILL, release="greedy", bins=2, edges=(1000.0,), edges_refit_every=2)
     arrive(scheduler, Request(1, 10.0), Request(2, 20.0))
-    assert scheduler.queues("").edges.edges == (15.0,)
+    assert scheduler.queues("").binning.edges.edges == (15.0,)
 
 
 def test_bins_by_risk_keep_possibly_long_answers_out_of_short_batches() -> None:
@@ -366,7 +366,7 @@ RIGHT, WRONG = [list(zip(LENGTHS, real, strict=True)) for real in (LENGTHS, SHUF
 
 def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() -> None:
     scheduler = new_scheduler(REFILL, release="greedy", bins=2, batch_size=1, edges=(50.0,), edges_refit_every=0)
-    scheduler.queues("").trust = Trust(32)
+    scheduler.queues("").binning.trust = Trust(32)
     assert feed(scheduler, RIGHT, first_id=0) == []
     (lost,) = feed(scheduler, WRONG, first_id=100)
     assert not lost.trusted
@@ -385,7 +385,7 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
 
 def test_waiting_requests_move_to_the_first_bin_when_trust_is_lost() -> None:
     scheduler = new_scheduler(REFILL, release="full", bins=2, batch_size=2, edges=(50.0,), edges_refit_every=0)
-    scheduler.queues("").trust = Trust(32)
+    scheduler.queues("").binning.trust = Trust(32)
     arrive(scheduler, Request(90, 99.0))  # alone in bin 1
     for first in range(0, 16, 2):  # all real lengths are equal: no prediction can rank them
         arrive(scheduler, Request(first, 1.0), Request(first + 1, 2.0))
@@ -403,19 +403,19 @@ def test_answers_without_a_prediction_do_not_change_trust() -> None:
     for request_id in range(40):
         arrive(scheduler, request_id)
         step(scheduler, RequestEnded("gpu0", request_id, "completed", 5.0))
-    assert scheduler.queues("").trust.accuracy(4).answers == 0
+    assert scheduler.queues("").binning.trust.accuracy(4).answers == 0
 
 
 def test_the_score_that_bins_use_is_the_score_that_is_judged() -> None:
     scheduler = new_scheduler(REFILL, release="greedy", bins=2, batch_size=4, edges=(50.0,), edges_refit_every=0)
-    scheduler.queues("").trust = Trust(32)
+    scheduler.queues("").binning.trust = Trust(32)
     sure, unsure = (20.0, 21.0, 22.0), (20.0, 21.0, 900.0)  # one median, two risks
     for request_id in range(64):
         long = request_id % 2 == 1
         arrive(scheduler, Request(request_id, 21.0, quantiles=unsure if long else sure))
         step(scheduler, RequestEnded("gpu0", request_id, "completed", 900.0 if request_id % 4 == 1 else 21.0))
-    assert scheduler.queues("").trust.trusted
-    assert scheduler.queues("").trust.rank_correlation > 0.5
+    assert scheduler.queues("").binning.trust.trusted
+    assert scheduler.queues("").binning.trust.rank_correlation > 0.5
 
 
 # ---- edges by answers ----
@@ -437,5 +437,6 @@ def test_edges_follow_real_answer_lengths_and_not_predictions() -> None:
             ids = [request.id for request in action.batch.requests]
             scheduler.handle(BatchEnded("gpu0", action.batch.id, {id_: lengths[id_] for id_ in ids}), now_s)
         if request_id == 256:
-            assert scheduler.queues("").edges.edges == pytest.approx((20.5,), abs=1.0)  # too few answers: equal mass
-    assert scheduler.queues("").edges.edges == (30.5,)
+            edges = scheduler.queues("").binning.edges.edges
+            assert edges == pytest.approx((20.5,), abs=1.0)  # too few answers: equal mass
+    assert scheduler.queues("").binning.edges.edges == (30.5,)

@@ -217,7 +217,7 @@ def test_each_model_has_its_own_bins_and_edges() -> None:
     for number in range(16):
         arrive_with(scheduler, number, "short", 1.0 + number)
         arrive_with(scheduler, 100 + number, "long", 1_000.0 + number)
-    edges = {model: scheduler.queues(model).edges.edges for model in ("short", "long")}
+    edges = {model: scheduler.queues(model).binning.edges.edges for model in ("short", "long")}
     assert edges["short"][0] < 20.0 < 1_000.0 <= edges["long"][0]
 
 

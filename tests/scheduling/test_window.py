@@ -239,7 +239,7 @@ def test_a_cancelled_request_is_in_no_batch() -> None:
 
 def test_without_trust_batches_are_first_come_first_served() -> None:
     scheduler = windowed(BARRIER)
-    scheduler.queues("").trust.trusted = False
+    scheduler.queues("").binning.trust.trusted = False
     arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(scheduler, 1, 1)) == [[2, 3]]
 
@@ -251,8 +251,8 @@ def test_when_trust_is_back_waiting_requests_are_batched_by_length() -> None:
             return True
 
     scheduler = windowed(BARRIER)
-    scheduler.queues("").trust = Again(32)
-    scheduler.queues("").trust.trusted = False
+    scheduler.queues("").binning.trust = Again(32)
+    scheduler.queues("").binning.trust.trusted = False
     arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(scheduler, 1, 1)) == [[2, 4]]
 

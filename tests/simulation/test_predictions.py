@@ -100,7 +100,9 @@ def test_the_schedulers_bins_have_exactly_the_papers_mistakes(edges: tuple[float
     bins = np.zeros(len(work), int)
     for start in recorder.starts:
         bins[list(start.request_ids)] = start.bin
-    real = index_of(config.scheduler(work.scores, work.lengths).queues("").edges.edges, work.trace.output_tokens)
+    real = index_of(
+        config.scheduler(work.scores, work.lengths).queues("").binning.edges.edges, work.trace.output_tokens
+    )
     measured = shares(real, bins, 4)
     assert measured == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
     assert measured[neighbour_mistakes(4, 0.1) == 0].max() == 0

@@ -528,7 +528,7 @@ class Account:
             elif isinstance(action, ReportDue):
                 self._due(action.request_id)
             elif isinstance(action, ReportTrust):
-                assert self._grouped or action.trusted == self._scheduler.queues(action.model).trust.trusted
+                assert self._grouped or action.trusted == self._scheduler.queues(action.model).binning.trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
                 assert action.model not in self._asked, "two plans are requested at once"

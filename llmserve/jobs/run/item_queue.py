@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmserve.scheduling.rates import LineRate
+from llmserve.scheduling.rates import ItemRate
 
 LINES_MAX = 256  # of all sub-queues, in the queue or on engines, beside the engines' slots
 SUB_QUEUE_LINES_LEAST = 8  # of a sub-queue, where there are many: LINES_MAX is no limit of these
@@ -186,7 +186,7 @@ class ItemQueue:
         self._sub_queues: dict[tuple[str, str], SubQueue] = {}
         self._added = 0
         self._in_queue: dict[tuple[str, int], tuple[float, _Row]] = {}  # lines handed over, with their tokens
-        self._rates: dict[str, LineRate] = {}  # by model
+        self._rates: dict[str, ItemRate] = {}  # by model
 
     @property
     def tokens_waiting(self) -> float:
@@ -280,8 +280,8 @@ class ItemQueue:
             self._rate(model).note(now_s, 0.0, busy=is_busy)
         return handed
 
-    def _rate(self, model: str) -> LineRate:
-        return self._rates.setdefault(model, LineRate())
+    def _rate(self, model: str) -> ItemRate:
+        return self._rates.setdefault(model, ItemRate())
 
     def look_at_s(self, now_s: float) -> float:
         """When a parked sub-queue is tried again; inf: none is."""

@@ -32,7 +32,7 @@ from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
 from llmserve.scheduling.queues.item_queue import ITEM_S_LEAST, ItemQueue, Row, forecast_tokens, most_tokens
-from llmserve.scheduling.queues.model_queues import ModelQueues, count_lines
+from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import QueuedRequest, Run
 
 LOOK_S, LOOKS_LEAST = 1.0, 16.0  # items that have arrived are looked at within so long, or this part of their windows
@@ -86,7 +86,7 @@ class BatchLane:
         if item is not None and item.model not in self._items.rows:
             queues = self._groups.queues_of(item.model)
             if queues is not None:
-                queues.line_rate.note(self._book.now_s, 0.0, busy=False)
+                queues.items.rate.note(self._book.now_s, 0.0, busy=False)
         return item
 
     def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
@@ -139,13 +139,13 @@ class BatchLane:
     def _note_starved(self, queues: ModelQueues, row: Row, tokens: Sequence[float]) -> None:
         """Note whether the items of a model need more than they get. tokens : of each item"""
         now_s = self._book.now_s
-        queues.line_rate.note(now_s, 0.0, busy=True)
-        rate = queues.line_rate.tokens_per_s
+        queues.items.rate.note(now_s, 0.0, busy=True)
+        rate = queues.items.rate.tokens_per_s
         lefts_s = [
             (count + item.after_tokens, ends_s - now_s)  # tokens up to the end of the item's job, and its window
             for count, (ends_s, _, item) in zip(accumulate(tokens), row, strict=True)
         ]
-        known_s = queues.line_rate.seconds / KNOWN_SHARE
+        known_s = queues.items.rate.seconds / KNOWN_SHARE
         if rate is not None and any(count > rate * left_s and left_s <= known_s for count, left_s in lefts_s):
             self._items.starved.add(queues.model)
             self._touch()
@@ -168,7 +168,7 @@ class BatchLane:
 
     def dispatch(self, group: Group) -> None:
         """Stop items for online requests that wait, and start items in the slots of a group that others leave."""
-        if group.tally.lines and self._stops is not None:
+        if group.tally.items and self._stops is not None:
             self._stops.make_room(group)
         if self._items.waiting:
             self._fill(group)
@@ -189,7 +189,7 @@ class BatchLane:
                 self.remove(queued.request.id)
                 self._book.by_id[queued.request.id] = queued
                 group.enter(queues)
-            count_lines(queues, count)
+            queues.count_items(count)
             self._dispatch.start_direct(group, start, self._book.now_s)
 
     # ---- time ----

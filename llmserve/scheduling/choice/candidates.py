@@ -133,5 +133,5 @@ class Candidates:
             shorter = (queue, *shorter)
 
     def _batch_times(self, queues: ModelQueues, bin_index: int, opening: Opening) -> Sequence[float]:
-        times = self._times.of(opening.engine, queues.model, bin_index, queues.tokens(bin_index))
+        times = self._times.of(opening.engine, queues.model, bin_index, queues.binning.tokens(bin_index))
         return times.least if opening.by_least else times.expected

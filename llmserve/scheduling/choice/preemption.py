@@ -46,7 +46,7 @@ class MomentDispatch(Dispatch):
     def _running(self, group: Group, engine: EngineState) -> Running:
         runs = list(engine.running.values())
         first = runs[0].queued
-        tokens = group.queues[first.request.model].tokens(first.bin)
+        tokens = group.queues[first.request.model].binning.tokens(first.bin)
         expected_s = self.times.of(engine, first.request.model, first.bin, tokens).expected
         return Running(engine, runs, runs[0].started_at_s + expected_s[len(runs) - 1])
 

@@ -1,5 +1,6 @@
 """Where requests and batches wait.
 
+binning        : which bin a request waits in, and how long the answers of each bin are
 deadline_queue : a bin by deadline, and the batches of it that can be in time (Shepherd, Section 5.2 and Appendix C)
 formed_queue   : the formed batches of one model
 item_queue     : waiting items of batch jobs

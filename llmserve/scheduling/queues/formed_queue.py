@@ -7,9 +7,7 @@ from collections.abc import Callable, Container, Iterator
 from itertools import chain
 
 from llmserve.scheduling.fair import Share
-from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, FormedBatch, QueuedRequest
-
-Entry = tuple[float, int, int, FormedBatch]  # key, number, serial
+from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, Entry, FormedBatch, QueuedRequest
 
 
 class FormedQueue:
@@ -47,13 +45,13 @@ class FormedQueue:
     def _enter(self, batch: FormedBatch, *, large: bool = False) -> None:
         """Give a batch an entry; its former one is void from now on. `_drop_void` must follow where it has been one."""
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        batch.serial, batch.large = self._serial, large
+        entry = batch.entry(self._serial, large=large)
         lanes = self._large if large else self._lanes
         lane = lanes.get(batch.share)
         if lane is None:
             lane = lanes[batch.share] = []
             self._note_only()
-        heapq.heappush(lane, (batch.key, batch.id, batch.serial, batch))
+        heapq.heappush(lane, entry)
         if len(lane) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
             lane[:] = [entry for entry in lane if _is_valid(entry)]
             heapq.heapify(lane)
@@ -77,8 +75,8 @@ class FormedQueue:
         lanes = self._lanes = {}
         self._large = {}
         for batch in fresh:
-            batch.share, batch.large = batch.least_served(), False
-            lanes.setdefault(batch.share, []).append((batch.key, batch.id, batch.serial, batch))
+            share = batch.join_least_served()
+            lanes.setdefault(share, []).append((batch.key, batch.id, batch.serial, batch))
         for lane in lanes.values():
             heapq.heapify(lane)
         self._note_only()
@@ -97,7 +95,7 @@ class FormedQueue:
     def set_apart(self, batch: FormedBatch) -> FormedBatch:
         """Keep a batch apart from those that were never started, so that others can start before it. Returns it."""
         if batch.serial:
-            batch.serial = 0  # its entry is void from now on
+            batch.leave_entry()
             self._returned.append(batch)
             self._drop_void(batch.share)
             self._note_only()
@@ -112,8 +110,7 @@ class FormedQueue:
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""
-        for queued in batch.requests.values():
-            queued.formed = batch
+        batch.hold()
         self._requests += len(batch.requests)
 
     def __len__(self) -> int:
@@ -183,21 +180,13 @@ class FormedQueue:
     def remove(self, queued: QueuedRequest) -> None:
         assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"
         batch = queued.formed
-        del batch.requests[queued.request.id]
-        queued.formed = None
+        batch.drop(queued)
         self._requests -= 1
         self._follow_shares(batch)
 
     def take(self, batch: FormedBatch, count: int) -> list[QueuedRequest]:
         """Take the first `count` requests out of a batch."""
-        requests = batch.requests
-        if count >= len(requests):
-            leaving = list(requests.values())
-            batch.requests = {}
-        else:
-            leaving = [requests.pop(request_id) for request_id in list(requests)[:count]]
-        for queued in leaving:
-            queued.formed = None
+        leaving = batch.take(count)
         self._requests -= len(leaving)
         self._follow_shares(batch)
         return leaving
@@ -207,8 +196,9 @@ class FormedQueue:
         before = batch.share
         if batch.requests and batch.serial:
             moves = not batch.has(before)
+            if moves:
+                batch.join_least_served()
             if moves or batch.large:  # the new first request may be modest
-                batch.share = batch.least_served() if moves else before
                 self._enter(batch)
         self._drop_void(before)
 

@@ -73,7 +73,7 @@ class ItemQueue:
 
     def item_s(self, queues: ModelQueues) -> float:
         """Mean seconds that an item takes: of those that have ended; before the first, of those that wait."""
-        service = queues.line_service
+        service = queues.items.times
         if service.answers:
             return max(ITEM_S_LEAST, service.tokens_mean * service.seconds_per_token)
         row = self.rows[queues.model]
@@ -83,13 +83,13 @@ class ItemQueue:
 
 def forecast_tokens(queues: ModelQueues, item: Request) -> float:
     """Forecast output tokens of an item."""
-    return queues.forecast(item) or queues.service.tokens_mean
+    return queues.binning.forecast(item) or queues.service.tokens_mean
 
 
 def most_tokens(queues: ModelQueues, item: Request) -> float:
     """Tokens that the item takes at most, as far as its forecast tells."""
     tokens = forecast_tokens(queues, item)
-    return max(tokens, item.quantiles[-1]) if item.quantiles and queues.trust.trusted else tokens
+    return max(tokens, item.quantiles[-1]) if item.quantiles and queues.binning.trust.trusted else tokens
 
 
 def _place(entry: tuple[float, int, Request]) -> tuple[float, int]:

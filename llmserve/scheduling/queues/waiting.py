@@ -12,13 +12,16 @@ from typing import ClassVar
 import msgspec
 
 from llmserve.request import Request
-from llmserve.scheduling.fair import ANSWER_WEIGHT, NOBODY, PROMPT_WEIGHT, Share, dealt
+from llmserve.scheduling.fair import NOBODY, Share, cost, dealt
 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
 
 class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
+
+    Its places are set by their owners: the queues of its model (group, bin, sort_length), the formed batch in which it
+    waits (formed), the engine on which it runs (run).
 
     score            value that determines its bin, tokens; None without a prediction
     expected_tokens  per choice, by its present forecast; likely_tokens : the mean length of answers of such forecasts
@@ -29,13 +32,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
     pace_s           seconds from one start of its model's requests to the next: service_mean_s over the slots
     prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
-    group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
+    group, bin       where it waits or last waited; sort_length : its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
-    formed, run      set by the formed queue: the batch in which it waits; set by its engine while it runs
-    retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
+    retries, cancelled  how often its engine failed, whether its client has gone
     failed_on        engine that failed it first by a fault; "": none.  suspect : the fault may be its own (circuit.py)
     refused_by       names of the engines that have refused it
-    share            who is served with it, set by its model's queues.  charged : to the share while it runs, weighted
+    share            whose request it is.  charged : to the share while it runs, weighted tokens
     """
 
     request: Request
@@ -78,13 +80,40 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def cost(self) -> float:
         """What it will cost its share by its forecast, weighted tokens."""
         request = self.request
-        return PROMPT_WEIGHT * request.prompt_tokens + ANSWER_WEIGHT * (request.choices * self.likely_tokens)
+        return cost(request.prompt_tokens, request.choices * self.likely_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
         """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
         self.expected_tokens, self.likely_tokens = tokens, likely
         self.total_tokens = self.request.total_tokens(tokens)
+
+    def revise(self, request: Request, score: float | None) -> None:
+        """Take the request with a later forecast, and its score. Predictions are judged as at the arrival."""
+        self.judged = self.judged or (self.request, self.score)
+        self.request, self.score = request, score
+
+    # ---- its share ----
+
+    def join(self, share: Share) -> None:
+        """Wait as a request of this share."""
+        self.share = share
+        share.wait()
+
+    def charge(self) -> None:
+        """Start: charge the share, of which one request fewer waits, with the forecast cost."""
+        self.charged = self.cost
+        self.share.start(self.charged, self.request.prefixes)
+
+    def true_up(self, answer_tokens: float) -> None:
+        """End: charge the share with the real cost instead. answer_tokens : of all choices"""
+        self.share.charge(cost(self.request.prompt_tokens, answer_tokens) - self.charged)
+        self.charged = 0.0
+
+    def refund(self) -> None:
+        """Take the charge back, for the run was in vain. Call when the request waits again, or has failed."""
+        self.share.charge(-self.charged)
+        self.charged = 0.0
 
 
 def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
@@ -109,13 +138,6 @@ class Run(msgspec.Struct, eq=False):
     steps_before: float = 0.0
     began: bool = False
     stopping: bool = False
-
-
-def refund(runs: Iterable[Run]) -> None:
-    """Take back the charges of runs that were in vain. Call when their requests wait again, or have failed."""
-    for run in runs:
-        run.queued.share.charge(-run.queued.charged)
-        run.queued.charged = 0.0
 
 
 class BinQueue:
@@ -298,15 +320,62 @@ class FormedBatch:
         self.requests = {queued.request.id: queued for queued in requests}
         self.size = len(requests)
         self.key = 0.0  # the order's key, by the present forecasts of its requests
-        self.serial = 0  # of its entry among the batches that were never started; 0: it has none
-        self.large = False  # whether it waits in a lane of large batches
+        self.serial = 0  # of its entry in the formed queue; 0: it has none there
+        self.large = False  # whether that entry is in a sub-queue of large batches
         self.avoid: frozenset[str] = frozenset()  # engines that failed or refused it; used only while no other works
-        self.share = requests[0].share if len(requests) == 1 else self.least_served()
+        self.share = requests[0].share if len(requests) == 1 else self.join_least_served()
 
-    def least_served(self) -> Share:
-        """The share that has been served least of those in the batch: the batch waits in its lane."""
-        shares = dict.fromkeys([queued.share for queued in self.requests.values()])
-        return next(iter(shares)) if len(shares) == 1 else min(shares, key=lambda share: share.place, default=NOBODY)
+    # ---- its requests ----
+
+    def hold(self) -> None:
+        """Note in its requests that they wait in this batch."""
+        for queued in self.requests.values():
+            queued.formed = self
+
+    def drop(self, queued: QueuedRequest) -> None:
+        """Remove a request."""
+        del self.requests[queued.request.id]
+        queued.formed = None
+
+    def take(self, count: int) -> list[QueuedRequest]:
+        """Remove the first `count` requests, and return them."""
+        requests = self.requests
+        if count >= len(requests):
+            leaving = list(requests.values())
+            self.requests = {}
+        else:
+            leaving = [requests.pop(request_id) for request_id in list(requests)[:count]]
+        for queued in leaving:
+            queued.formed = None
+        return leaving
+
+    # ---- its place in the formed queue ----
+
+    def entry(self, serial: int, *, large: bool = False) -> Entry:
+        """Its entry from now on; a former one is void. large : in a sub-queue of large batches"""
+        self.serial, self.large = serial, large
+        return self.key, self.id, serial, self
+
+    def leave_entry(self) -> None:
+        """Have no entry from now on."""
+        self.serial = 0
+
+    def join_least_served(self) -> Share:
+        """Wait, and not as a large batch, for the share that has been served least of those in the batch: that share's
+        sub-queue is the batch's. Returns the share.
+        """
+        shares = {queued.share: None for queued in self.requests.values()}
+        if len(shares) == 1:
+            (self.share,) = shares
+        else:
+            self.share = min(shares, key=lambda share: share.place, default=NOBODY)
+        self.large = False
+        return self.share
+
+    def come_back(self, engine: str) -> None:
+        """Avoid an engine that failed, refused or lost the batch, and all that have refused a request of the batch."""
+        self.avoid = frozenset((engine,)).union(*[queued.refused_by for queued in self.requests.values()])
+        self.join_least_served()
 
     def has(self, share: Share) -> bool:
         """Whether a request of the share is in the batch."""
@@ -325,3 +394,6 @@ class FormedBatch:
     def put_first(self, chosen: list[QueuedRequest]) -> None:
         """Move these requests of the batch to its front."""
         self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
+
+
+Entry = tuple[float, int, int, FormedBatch]  # in a formed queue: key, number, serial
