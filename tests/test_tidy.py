@@ -60,10 +60,6 @@ NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the 
 PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
 
 UPWARD: tuple[tuple[str, str], ...] = (
-    ("llmserve.calls.charges", "llmserve.estimates.remaining"),
-    ("llmserve.calls.in_flight", "llmserve.live.calls"),
-    ("llmserve.estimates.queue_times", "llmserve.live.driver"),
-    ("llmserve.forecasts.learned_state", "llmserve.live.routes"),
     ("llmserve.gateway.app", "llmserve.jobs.endpoints"),
     ("llmserve.gateway.app", "llmserve.web.admin"),
     ("llmserve.gateway.app", "llmserve.web.browsers"),
@@ -83,7 +79,6 @@ UPWARD: tuple[tuple[str, str], ...] = (
 
 CIRCLES: tuple[tuple[str, ...], ...] = (
     ("bins.smdp", "bins.smdp_model", "bins.visits"),
-    ("llmserve.calls.in_flight", "llmserve.calls.log_fields", "llmserve.live.calls", "llmserve.live.fleet"),
     ("llmserve.commands.advise", "llmserve.commands.advise_report"),
     ("llmserve.commands.solve", "llmserve.commands.solve_report"),
     (

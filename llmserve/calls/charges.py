@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import RequestError
-from llmserve.estimates.remaining import generated_tokens
 from llmserve.request import Call, Request
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.rates import ServiceTime
-
-
-class QueueTimes(Protocol):
-    """Predicts when calls start and end, in seconds from now; None: no engine of the call's model works."""
-
-    def start_s(self, call: InFlightCall) -> float | None:
-        """0: the call runs."""
-        ...
-
-    def end_s(self, call: InFlightCall) -> float | None: ...
-
-    def next_s(self, request: Request) -> float | None:
-        """When one more request of the share and model of this one would start."""
-        ...
 
 
 class Charges:
@@ -34,7 +18,11 @@ class Charges:
     models  the scheduler's queues, by model
     """
 
-    def __init__(self, models: Callable[[], Mapping[str, ModelQueues]], now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, ModelQueues]],
+        now_s: Callable[[], float],
+    ) -> None:
         self._models = models
         self._now_s = now_s
         self._reserving: set[asyncio.Task[None]] = set()
@@ -60,7 +48,10 @@ class Charges:
         task.add_done_callback(self._reserving.discard)
 
     async def _reserve_later(
-        self, in_flight: InFlightCall, reserving: Awaitable[None], admit: Callable[[InFlightCall], None]
+        self,
+        in_flight: InFlightCall,
+        reserving: Awaitable[None],
+        admit: Callable[[InFlightCall], None],
     ) -> None:
         try:
             await reserving
@@ -113,5 +104,7 @@ def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
         if in_flight.call.wire.stream:  # and nothing has come
             return request.prompt_tokens, 0.0
         most = most_tokens(request, in_flight.call, service.tokens_mean)
-        return request.prompt_tokens, request.choices * min(most, generated_tokens(in_flight, service, now_s))
+        return request.prompt_tokens, request.choices * min(
+            most, in_flight.generated_tokens(service.seconds_per_token, now_s)
+        )
     return 0.0, 0.0

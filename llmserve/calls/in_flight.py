@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from llmserve.engines.engine import Headers
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
+from llmserve.scheduling.messages import RequestEnded
+from llmserve.wire.answer_forms import StreamReader
 from llmserve.wire.error_objects import retry_after_s
 from llmserve.wire.event_stream import Usage
-
-if TYPE_CHECKING:
-    from llmserve.live.calls import Forwarding
-    from llmserve.scheduling.messages import RequestEnded
-    from llmserve.wire.answer_forms import StreamReader
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -34,7 +31,12 @@ class Receipt(msgspec.Struct, frozen=True):
     @property
     def fields(self) -> dict[str, Any]:
         """The receipt as the field `llmserve` of a stream's last chunk."""
-        fields = {"bin": self.bin, "batch": self.batch, "queue_ms": round(self.queue_ms, 1), "engine": self.engine}
+        fields = {
+            "bin": self.bin,
+            "batch": self.batch,
+            "queue_ms": round(self.queue_ms, 1),
+            "engine": self.engine,
+        }
         if self.predicted_tokens is not None:
             fields["predicted_tokens"] = round(self.predicted_tokens)
         return fields
@@ -136,6 +138,18 @@ class Trace(Protocol):
         ...
 
 
+class Answering(Protocol):
+    """The answer that an engine gives a call now (live/forwarding.py)."""
+
+    def stop(self) -> None:
+        """Abort the request; its end follows."""
+        ...
+
+    def close(self) -> None:
+        """Abort the request. Nothing follows."""
+        ...
+
+
 class InFlightCall:
     """One client call in flight, from its arrival to the scheduler's last word on it."""
 
@@ -157,7 +171,7 @@ class InFlightCall:
         self.charge = charge  # None: the call uses no limits, or has been settled
         self.trace = trace
         self.cut = False  # the answer ran into a limit
-        self.forwarding: Forwarding | None = None  # forwards the answer of the engine that runs the call
+        self.answering: Answering | None = None  # None: no engine runs the call
         self.gone = False  # the client has left
         self.answered = False  # the client has received bytes
         self.complete = False  # the client has the whole answer, or was told of a failure
@@ -187,6 +201,17 @@ class InFlightCall:
             return None
         steps = self.streamed_tokens / self.call.bounds.choices - 1.0
         return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
+
+    def ran_s(self, now_s: float) -> float:
+        """Seconds since the start on an engine."""
+        assert self.receipt is not None, "a call that has started has a receipt"
+        return max(0.0, now_s - self.arrived_at_s - self.receipt.queue_ms / 1e3)
+
+    def generated_tokens(self, seconds_per_token: float, now_s: float) -> float:
+        """Tokens of each answer so far: those that have streamed, or by the time. seconds_per_token : of the model"""
+        if self.call.wire.stream:
+            return self.streamed_tokens / self.request.sequences
+        return self.ran_s(now_s) / seconds_per_token
 
     def begin(self, head: Head) -> None:
         """Give the client the head of the answer, and the body if the head has one."""

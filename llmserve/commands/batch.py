@@ -35,7 +35,7 @@ from llmserve.settings.tree import Config
 from llmserve.tenants.key_file import read_keys
 
 if TYPE_CHECKING:
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
 
 ANSWER_S = 10.0
 PLAIN_EVERY_S = 10.0  # between lines of progress without a terminal
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, path: Path, output: Path) -> int:
 async def run_file(config: Config, path: Path, lines: Any, output: Path, errors: Path) -> int:
     """Run the lines of a file that have no result yet. Returns the exit status."""
     from llmserve.jobs.run.local_run import LocalRun
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
     from llmserve.part import Server
     from llmserve.server.parts import DRIVER
     from llmserve.server.serving import checked, opened

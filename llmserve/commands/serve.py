@@ -31,7 +31,7 @@ from llmserve.settings import load as configuration
 from llmserve.settings.tree import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
     from llmserve.server.reload import Reloader
 
 log = logging.getLogger("llmserve")

@@ -1,8 +1,6 @@
-"""When something would start or end, and how many engines are wanted.
+"""When something starts or ends, and how many engines are wanted.
 
-engines_wanted : the same of a live cluster, for whoever starts and stops engines
-position       : places in the queue
-queue_times    : when a key's requests start and end, by the forecasts of what waits and runs
-remaining      : how long a running call still takes, by its forecast and the tokens that its client has got
-wanted         : how many engines a model wants
+estimator      : when requests start and end: positions in the queue, waits, the rest of what runs, for all who ask
+of_key         : when the calls of one key end and start, kept for a second
+engines_wanted : pure: how many engines a model wants
 """

@@ -1,13 +1,13 @@
-"""Forecasts of answers' lengths: made, learnt, revised, recorded, kept.
+"""Forecasts of what calls will take: made, learnt, revised, recorded, kept.
 
-learned_state   : everything that a server has learnt
-learning        : learns from the lengths of answers, between other work, in a bounded share of the event loop
-lengths         : predicted lengths of answers, and what the predictor learns from the real lengths
-part            : the predictors of answer lengths, and the folder that keeps what a server has learned
-record          : the length record
-revising        : revises forecasts on the event loop while answers and arrivals go on
-revisions       : which forecasts are revised while requests wait, and when
-saving          : saves what a server has learnt
-scheduler_state : what the scheduler and the engines' clients have learnt, as states; and the way back
-state_file      : the file in which a server keeps what it has learnt, `DIR/learnt` of `--state DIR`
+lengths       : forecasts of answers and prompts, and what is learnt from the real lengths
+sample        : pure: which answers teach, so that learning takes a bounded share of the time
+revisions     : pure: which forecasts are revised while requests wait, and when
+loops         : learning and revising on the event loop, in slices
+record        : the length record, training data for a predictor
+learned_state : pure: everything that a server has learnt, as one state, and the way back
+learned_parts : pure: the parts of the scheduler and of the engines' clients in that state
+part          : the predictors of answer lengths, and the folder that keeps what a server has learned
+state_file    : the file of that state, `DIR/learnt` of `--state DIR`
+saver         : saves the state every minute, and at the end
 """

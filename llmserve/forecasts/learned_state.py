@@ -4,7 +4,7 @@ learners       forecasts of lengths, by model (predictor/online.py)
 scheduler      scores and lengths of answers and service times by model, for the journal's header
 engines        the slots of each, where llmserve finds them out, and its pace by model
 prompt_tokens  tokens for each character of a prompt, by model
-routes         whose each response is that engines keep (live/routes.py)
+routes         whose each response is that engines keep (calls/origins.py)
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmserve.calls.origins import Origins
 from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.openai import OpenAIEngine
-from llmserve.forecasts.scheduler_state import engines_state, header_part, restore_engines, scheduler_saving
+from llmserve.forecasts.learned_parts import engines_state, header_part, restore_engines, scheduler_saving
 from llmserve.forecasts.state_file import StateFile
-from llmserve.live.routes import Origin, Routes, origins_of
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.by_model import by_model
@@ -40,7 +40,6 @@ class LearntParts:
     learners    by model; "": of every other model
     predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
     models      `learnt` of the journal's header
-    origins     whose each response is, by its id
     """
 
     config: Config
@@ -49,9 +48,9 @@ class LearntParts:
     engines: Sequence[OpenAIEngine]
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
     models: dict[str, Learnt] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
 
-    def saving(self, scheduler: Scheduler, routes: Routes) -> Saving:
+    def saving(self, scheduler: Scheduler) -> Saving:
         """Make the state of everything in slices (predictor/state.py)."""
         learners = {}
         for model, learner in self.learners.items():
@@ -60,7 +59,7 @@ class LearntParts:
         scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models)
         prompt_tokens = self.prompt_tokens.state()
         yield
-        responses = yield from routes.saving()
+        responses = yield from self.origins.saving()
         return {
             "learners": learners,
             "scheduler": scheduled,
@@ -85,7 +84,7 @@ class LearntParts:
         self.prompt_tokens.restore(part(state, "prompt_tokens"))
         restore_engines(self.engines, part(state, "engines"))
         if "routes" in state:
-            self.origins.update(origins_of(state["routes"]))
+            self.origins.restore(state["routes"])
 
 
 def learnt_before(

@@ -1,4 +1,4 @@
-"""Predicted lengths of answers, and what the predictor learns from the real lengths."""
+"""Forecasts of what calls will take, tokens of prompts and answers, and what is learnt from the real numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from llmserve.calls.in_flight import InFlightCall
+from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import ServedModel
 from llmserve.forecasts.record import LengthRecord
 from llmserve.forecasts.revisions import Forecast
@@ -58,20 +59,27 @@ class RevisingForecaster(LengthForecaster, Protocol):
     def revise(self, forecast: Any, *, least: float | None, most: float | None) -> Any: ...
 
 
-class AnswerLengths:
-    """Asks the forecaster for each call, and hands the real lengths to the forecaster and the record.
+class Forecasts:
+    """The forecaster of answers, which learns from the real lengths, and the sizes of prompts.
 
-    forecaster  None: only clients predict lengths
-    record      None: lengths are not recorded
+    forecaster     None: only clients predict lengths
+    record         gets the real lengths, too; None: lengths are not recorded
+    prompt_tokens  None: no sizes of prompts are known from before the start
 
     sources     number of requests by the source of their first forecast; "client": the client's own; "none": nothing
     learnt      answers from which the forecaster has learnt
     """
 
-    def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
+    def __init__(
+        self,
+        forecaster: LengthForecaster | None = None,
+        record: LengthRecord | None = None,
+        prompt_tokens: PromptTokensByModel | None = None,
+    ) -> None:
         self._forecaster = forecaster
         self._reviser = forecaster if isinstance(forecaster, RevisingForecaster) else None
         self._record = record
+        self.prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self.sources: Counter[str] = Counter()
         self.learnt = 0
 
@@ -150,6 +158,15 @@ class AnswerLengths:
         if self._record is not None and call.bounds.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
         return self._reviser is not None and learns
+
+    def learn_prompt(self, call: Call, tokens: int | None) -> None:
+        """Learn from the engine's count of prompt tokens.
+
+        Prompts of token ids have no characters to count, and of a prompt that goes on from an earlier response only
+        the end is here.
+        """
+        if tokens and call.prompt.text and not call.previous:
+            self.prompt_tokens.observe(call, tokens)
 
     def close(self) -> None:
         if self._record is not None:

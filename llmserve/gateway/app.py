@@ -40,7 +40,7 @@ from llmserve.http.asgi import AsgiHandler
 from llmserve.http.content_coding import HEADER, Unpacker, codings_of
 from llmserve.http.exchange import Exchange
 from llmserve.jobs.endpoints import BATCHES, FILES, BatchEndpoints, NoBatches
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.watch import Meter, Watch
 from llmserve.settings.tree import ApiConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmserve.calls.in_flight import Head, InFlightCall, Receipt, Trace, request_name
 from llmserve.errors import RequestError
-from llmserve.estimates.position import Places
+from llmserve.estimates.estimator import Estimator
 from llmserve.gateway.answers import error_parts
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.endpoints import Endpoint
@@ -30,7 +30,7 @@ from llmserve.wire.headers import (
 )
 
 if TYPE_CHECKING:
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
 
 BeginTrace = Callable[[Call, Exchange], Trace | None]
 """Begins to trace a request; None: this one is not traced."""
@@ -99,12 +99,12 @@ class Completions:
         call = (self._gateways if account.name == DOOR else self._clients).decide(draft)
         answer = _Answer(call, exchange, account)
         trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
-        in_flight = self._cluster.submit(call, answer, account.charge(call.model), trace)
+        in_flight = self._cluster.calls.submit(call, answer, account.charge(call.model), trace)
         exchange.follow(in_flight)
         if not exchange.ended:
-            exchange.on_gone = partial(self._cluster.cancel, in_flight)
+            exchange.on_gone = partial(self._cluster.calls.cancel, in_flight)
             if call.wire.stream:
-                exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.places)
+                exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.estimator)
 
 
 def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
@@ -190,7 +190,7 @@ class _Answer:
         self._exchange.write(self._call.wire.form.last_events(body))
         self._exchange.end()
 
-    def keep_alive(self, in_flight: InFlightCall, places: Places) -> None:
+    def keep_alive(self, in_flight: InFlightCall, estimator: Estimator) -> None:
         """Write a comment that tells the call's place, and what the client counts as a sign of life."""
         if in_flight.usage is not None and in_flight.usage.in_parts:
             return
@@ -198,7 +198,7 @@ class _Answer:
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
         silence = Silence(
-            comment_of(places.of(in_flight), running=in_flight.forwarding is not None),
+            comment_of(estimator.place_of(in_flight), running=in_flight.answering is not None),
             in_flight.answered,
             in_flight.usage,
             counts_events(self._exchange.headers),

@@ -10,7 +10,7 @@ from llmserve.errors import BadRequest, model_not_found
 from llmserve.request import Bounds, EngineInfo
 
 if TYPE_CHECKING:
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
 
 
 def check_served(name: str, bounds: Bounds, cluster: LiveCluster) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmserve.estimates.position import Place
+from llmserve.estimates.estimator import Place
 
 EVENT_STREAM = "text/event-stream"
 
@@ -13,7 +13,7 @@ def comment_of(place: Place | None, *, running: bool) -> bytes:
     """The text of a comment. place : None while the request runs, or its length is being predicted"""
     if place is None:
         return b"running" if running else b"waiting"
-    if place.helpless:
+    if place.no_engine:
         return b"position %d, waiting for an engine" % place.position
     if place.wait_s is None:
         return b"position %d" % place.position

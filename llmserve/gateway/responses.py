@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.keys import DOOR
 from llmserve.wire.headers import ENGINE_HEADER

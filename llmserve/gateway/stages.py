@@ -30,7 +30,7 @@ from llmserve.wire.terms import forwarded_terms
 
 if TYPE_CHECKING:
     from llmserve.gateway.bodies import BodyLimits
-    from llmserve.live.driver import LiveCluster
+    from llmserve.live.cluster import LiveCluster
     from llmserve.live.routes import Routes
     from llmserve.settings.tree import ApiConfig
     from llmserve.tenants.limits import KeyLimits

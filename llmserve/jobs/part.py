@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmserve.errors import ConfigError
 from llmserve.gateway.parse import limits_of
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.part import Part, Server
 from llmserve.settings.tree import Config

@@ -16,7 +16,7 @@ from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.stages import Admission, is_large, named, reading, routed, served
 from llmserve.jobs.run.estimates import Work
 from llmserve.jobs.run.validation import ANSWER_TOKENS
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.request import Request
 from llmserve.tenants.limits import Account, KeyCharge, KeyLimits
 
@@ -58,7 +58,7 @@ class LineDoor:
         if account is None:
             return 0.0
         line = Request(0, model=model, share=self._share(account), weight=account.policy.weight)
-        return self._cluster.scheduler.batch_lane.tokens_per_s(line)
+        return self._cluster.estimator.tokens_per_s(line)
 
     async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
         """What these lines will take, by what the server knows of prompts, answers, prices and energy."""
@@ -85,13 +85,13 @@ class LineDoor:
             return None
         draft.key = key
         call, cluster = draft.call(), self._cluster
-        length = await cluster.lengths.expected(call, cluster.models.get(call.model))
+        length = await cluster.forecasts.expected(call, cluster.models.get(call.model))
         if length is None:
             queues = cluster.scheduler.models.get(call.model)
             seen = queues is not None and queues.service.answers > 0
             length = queues.service.tokens_mean if queues is not None and seen else float(ANSWER_TOKENS)
             length = min(length, call.bounds.output_tokens_max or math.inf)
-        prompt_tokens, tokens = cluster.prompt_tokens.estimate(call), call.bounds.choices * length
+        prompt_tokens, tokens = cluster.forecasts.prompt_tokens.estimate(call), call.bounds.choices * length
         price = self._key_limits.prices.get(call.model)
         joules = joules_per_token(call.model)
         return Work(
@@ -125,8 +125,8 @@ class LineDoor:
             return lambda: None
         draft.deadline_s = self._deadline_s(expires_at)
         call = self._admission.decide(draft)
-        in_flight = self._cluster.submit(call, _LineAnswer(client), self._charge(account, call.model))
-        return partial(self._cluster.cancel, in_flight)
+        in_flight = self._cluster.calls.submit(call, _LineAnswer(client), self._charge(account, call.model))
+        return partial(self._cluster.calls.cancel, in_flight)
 
     def _deadline_s(self, expires_at: int) -> float:
         """The end of a window on the cluster's clock: the same for all lines of a job, unless the time was set."""

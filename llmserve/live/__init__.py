@@ -1,14 +1,18 @@
-"""The live cluster: drives the scheduler with asyncio, real engines and the monotonic clock.
+"""The live cluster: a scheduler with asyncio, real engines and the monotonic clock.
 
-alarm        : one timer, set anew after each step
-calls        : calls that engines run now
-driver       : the live cluster drives the scheduler with asyncio, real engines and the monotonic clock
-fleet        : the engines of a live cluster
-journal      : the journal
+cluster      : LiveCluster, put together from a scheduler, a fleet and a journal
+driver       : the only caller of `Scheduler.handle`: events in, actions out, one timer
+calls        : clients' calls from their arrival to the scheduler's last word on them
+forwarding   : one answer of an engine on its way to its client
+fleet        : the engines: probes, and the orders of their operator
+engine_state : pure: the table of an engine's states, where its death is decided
+handle       : one engine: its state, what was measured of it, and the calls that it runs
 known_models : which models are known, and how many engines list each
 lanes        : queues beside a model's own, for calls that only some of its engines can serve
 part         : the driver of a server, which takes other engines while it runs
-reports      : what a live cluster says of the scheduler's reports, and to clients whose requests the scheduler fails
 routes       : which engines can serve a call
-solving      : makes the dispatch plans that a live scheduler asks for, in threads
+journal      : every step of the scheduler, in memory and in a file that replays
+reports      : the scheduler's reports in the log, and errors for clients whose requests the scheduler fails
+solving      : dispatch plans, made in threads
+alarm        : one timer, set anew after each step
 """

@@ -1,87 +1,171 @@
-"""Calls that engines run now: what comes of an engine's answer is forwarded to the client as it arrives.
+"""The calls of a live cluster, from their arrival to the scheduler's last word on them.
 
-The answer is read to its end at the engine's pace: the engine's slot is free when the engine is done, not when the
-client has read everything. Tokens never enter the scheduler. Reading needs no task: the engine's connection calls.
+Each client call is an `InFlightCall`. Its length is predicted, its limits are reserved, and it waits in the scheduler's
+queue. When the scheduler starts it, forwarding.py forwards the engine's answer. A preempted call stays in flight: the
+scheduler starts it again, or fails it at its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+import secrets
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from llmserve.calls.in_flight import Head, InFlightCall, Receipt, told_tokens
-from llmserve.calls.log_fields import about
-from llmserve.calls.prompt_size import PromptTokensByModel
-from llmserve.engines.engine import NOTHING, Answer, EngineError
-from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
-from llmserve.live.fleet import EngineHandle
-from llmserve.request import Batch, Call, Request
-from llmserve.scheduling.messages import RequestEnded
-from llmserve.wire.answer_forms import COMPLETION, StreamReader
-from llmserve.wire.error_objects import (
-    ErrorObject,
-    Verdict,
-    error_in,
-    is_error_body,
-    may_be_error,
-    retry_after_s,
+from llmserve.calls.charges import Charges
+from llmserve.calls.in_flight import (
+    Charge,
+    Client,
+    InFlightCall,
+    Receipt,
+    Trace,
+    told_tokens,
 )
-from llmserve.wire.event_stream import Usage
+from llmserve.calls.log_fields import about
+from llmserve.calls.prompt_size import prefix_hashes, sender_hash
+from llmserve.engines.engine import ServedModel
+from llmserve.errors import RequestError, model_not_found
+from llmserve.estimates.estimator import Estimator
+from llmserve.forecasts.lengths import Forecasts
+from llmserve.forecasts.revisions import Forecast
+from llmserve.live.driver import Driver
+from llmserve.live.fleet import Fleet
+from llmserve.live.forwarding import Forwarding
+from llmserve.live.handle import EngineHandle
+from llmserve.live.reports import error_of
+from llmserve.live.routes import Routes
+from llmserve.request import Batch, Call, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    AnswerBegan,
+    EngineLost,
+    FailRequest,
+    PreemptBatch,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+)
 
 log = logging.getLogger("llmserve")
 
-JSON = "application/json"
 
+class Calls:
+    """Takes clients' calls, and starts, stops and ends them as the scheduler decides.
 
-class Suspect(Protocol):
-    """Finds out whether an engine is down after the engine failed a request of this model."""
-
-    async def __call__(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None: ...
-
-
-class NoEndpoint(Protocol):
-    """Says what the client is told when an engine answers this status and body; None: the engine's own answer."""
-
-    def __call__(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None: ...
-
-
-class RunningCalls:
-    """Starts, stops and abandons calls on engines.
-
-    suspect        called with an engine that failed a request
-    prompt_tokens  learns from engines' counts of prompt tokens
-    no_endpoint    judges an engine's 404 and 405
-    on_named       called when an answer has got an id, by which clients may ask for it again
-    on_began       called when a client gets the first byte of its answer
-    on_ended       called with how a call ended on its engine, unless the call was abandoned
-    now_s          the cluster's clock
+    on_answered  called with each call that an engine has answered whole, and the tokens of one of its answers
+    on_ended     called with each call that has ended
+    empty        set while no call is in flight
     """
 
     def __init__(
         self,
-        *,
-        suspect: Suspect,
-        prompt_tokens: PromptTokensByModel,
-        no_endpoint: NoEndpoint,
-        on_named: Callable[[InFlightCall, str], None],
-        on_began: Callable[[InFlightCall], None],
-        on_ended: Callable[[InFlightCall, RequestEnded], None],
-        now_s: Callable[[], float],
+        driver: Driver,
+        fleet: Fleet,
+        forecasts: Forecasts,
+        routes: Routes,
+        estimator: Estimator,
     ) -> None:
-        self.suspect = suspect
-        self.no_endpoint, self.on_named, self.on_began = no_endpoint, on_named, on_began
-        self.now_s = now_s
-        self._prompt_tokens = prompt_tokens
-        self._on_ended = on_ended
-        self._closed = False
+        self.fleet, self.routes, self.forecasts = fleet, routes, forecasts
+        self.on_answered: list[Callable[[InFlightCall, float], None]] = []
+        self.on_ended: list[Callable[[InFlightCall], None]] = []
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._driver = driver
+        self._scheduler = driver.scheduler
+        self._estimator = estimator
+        self._charges = Charges(lambda: driver.scheduler.models, driver.now_s)
+        self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
+        self._in_flight: dict[int, InFlightCall] = {}
+        self._last_id, self._closed = 0, False
+        self._predicting: set[asyncio.Task[None]] = set()
 
-    def start(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch, now_s: float) -> None:
+    def get(self, request_id: int) -> InFlightCall | None:
+        """The call of a request; None: the call has ended."""
+        return self._in_flight.get(request_id)
+
+    def now_s(self) -> float:
+        """The cluster's clock."""
+        return self._driver.now_s()
+
+    # ---- arrival ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        call: Call,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+    ) -> InFlightCall:
+        """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
+        self._last_id += 1
+        in_flight = InFlightCall(call, self._last_id, client, charge, trace)
+        if self._closed:  # the body of the request came late
+            in_flight.fail(error_of("draining", None))
+            return in_flight
+        in_flight.arrived_at_s = self.now_s()
+        forecast = self.forecasts.predict_now(in_flight, self._model_of(call))
+        self._in_flight[self._last_id] = in_flight
+        self.empty.clear()
+        if forecast is not None:
+            self._arrive(in_flight, forecast)
+        else:
+            predicting = asyncio.create_task(self._predict(in_flight))
+            self._predicting.add(predicting)
+            predicting.add_done_callback(self._predicting.discard)
+        return in_flight
+
+    async def _predict(self, in_flight: InFlightCall) -> None:
+        try:
+            forecast = await self.forecasts.predict(in_flight, self._model_of(in_flight.call))
+        except Exception:
+            log.exception("a length was not predicted", extra=about(in_flight))
+            in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
+            self._forget(in_flight)
+            return
+        if in_flight.gone or in_flight.complete:  # the client left during the prediction, or the server closes
+            self._forget(in_flight)
+        else:
+            self._arrive(in_flight, forecast)
+
+    def _model_of(self, call: Call) -> ServedModel | None:
+        return self.fleet.models.get(call.model)
+
+    def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
+        call = in_flight.call
+        by_prefix = bool(call.terms.share) or self.fleet.engines_of(call.model) > 1
+        prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
+        in_flight.request = request_of(in_flight, forecast, prompt_tokens, self._secret, by_prefix=by_prefix)
+        if in_flight.charge is None:
+            self._driver.step(RequestArrived(in_flight.request))
+        else:
+            self._charges.reserve(in_flight, self._admit)
+
+    def _admit(self, in_flight: InFlightCall) -> None:
+        """Queue a call whose charge has been reserved, unless it was refused or its client has left."""
+        if in_flight.gone or in_flight.complete:
+            self._forget(in_flight)
+        else:
+            self._driver.step(RequestArrived(in_flight.request))
+
+    def forecast_again(self, request_id: int) -> Forecast | None:
+        """A waiting request's forecast by what was learnt since its arrival; None: its forecast stays."""
+        in_flight = self._in_flight[request_id]
+        return self.forecasts.revise(in_flight, self._model_of(in_flight.call))
+
+    # ---- what the scheduler decides -----------------------------------------------------------------------------
+
+    def start(self, action: StartBatch, now_s: float) -> None:
+        """Send requests of a batch to their engine. now_s : of the scheduler's step"""
+        handle = self.fleet.handles[action.engine]
+        for request in action.batch.requests:
+            in_flight = self._in_flight[request.id]
+            in_flight.request = request  # with its last forecast
+            self._start(handle, in_flight, action.batch, now_s)
+
+    def _start(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch, now_s: float) -> None:
         in_flight.receipt = Receipt(
             request_id=in_flight.request.id,
             bin=batch.bin,
@@ -99,56 +183,127 @@ class RunningCalls:
         if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
         handle.add(in_flight)
-        in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
+        in_flight.answering = Forwarding(self, handle, in_flight, batch)
 
-    def preempt(self, in_flight: InFlightCall) -> None:
-        """Stop a call that the scheduler may start again."""
-        in_flight.stopping = True
-        self.stop(in_flight)
+    def stop(self, action: AbortRequest) -> None:
+        """Close the connection to the engine; the end of the request follows."""
+        _stop(self._in_flight[action.request_id])
 
-    def stop(self, in_flight: InFlightCall) -> None:
-        """Close the connection to the engine; `on_ended` follows."""
-        assert in_flight.forwarding is not None, "a running request is forwarded"
-        in_flight.forwarding.stop()
+    def preempt(self, action: PreemptBatch) -> None:
+        """Stop calls that the scheduler may start again."""
+        for request_id in action.request_ids:
+            in_flight = self._in_flight[request_id]
+            in_flight.stopping = True
+            _stop(in_flight)
+        log.debug("batch %d is preempted on %s", action.batch_id, action.engine)
 
-    def abandon(self, handle: EngineHandle) -> list[InFlightCall]:
-        """Return the calls that a lost engine ran, without `on_ended` for them."""
+    def fail(self, action: FailRequest) -> None:
+        """Tell the client of a request that will not be answered, or not by another engine."""
+        in_flight = self._in_flight[action.request_id]
+        told = action.reason in ("engine_failed", "refused")
+        if told and in_flight.refused is not None and not in_flight.answered:
+            in_flight.begin(in_flight.refused)
+        else:
+            in_flight.fail(self._error_of(in_flight, action))
+        self._forget(in_flight)
+
+    def _error_of(self, in_flight: InFlightCall, action: FailRequest) -> RequestError:
+        call, models = in_flight.call, self.fleet.models
+        if action.reason == "model_not_found":  # or the queue that no engine lists was a lane
+            return (
+                self.routes.missing(call.wire.path, call.model)
+                if call.model in models
+                else model_not_found(call.model, models)
+            )
+        is_full = action.reason == "queue_full"
+        retry_after_s = self._estimator.room_s(in_flight.request) if is_full else action.retry_after_s
+        return error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    def began(self, in_flight: InFlightCall) -> None:
+        """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted."""
+        if self._scheduler.preempts:
+            self._driver.step(AnswerBegan(in_flight.request.id))
+
+    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
+        """Take note of how a call has ended on its engine."""
+        handle, in_flight = forwarding.handle, forwarding.in_flight
+        if in_flight.answering is not forwarding or self._closed:
+            return  # the call was abandoned: EngineLost has told the scheduler
+        in_flight.answering = None
+        handle.remove(in_flight)
+        if in_flight.trace is not None:
+            in_flight.trace.left(in_flight, self.now_s(), ended)
+        if ended.outcome == "completed" and ended.output_tokens > 0:
+            for listener in self.on_answered:
+                listener(in_flight, ended.output_tokens)
+        self._driver.step(ended)
+        self._forget(in_flight)
+
+    def lose(self, event: EngineLost) -> None:
+        """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
+        lost_calls = self._abandon(self.fleet.handles[event.engine])
+        self._driver.step(event)
+        for in_flight in lost_calls:
+            self._forget(in_flight)
+
+    def _abandon(self, handle: EngineHandle) -> list[InFlightCall]:
         lost_calls = list(handle.running.values())
         for in_flight in lost_calls:
             handle.remove(in_flight)
-            forwarding, in_flight.forwarding = in_flight.forwarding, None
-            if forwarding is not None:
-                forwarding.close()
+            answering, in_flight.answering = in_flight.answering, None
+            if answering is not None:
+                answering.close()
             if in_flight.trace is not None:
                 in_flight.trace.left(in_flight, self.now_s(), None)
         return lost_calls
 
-    async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
-        """Stop these calls, without `on_ended` for them."""
+    # ---- end ----------------------------------------------------------------------------------------------------
+
+    def cancel(self, in_flight: InFlightCall) -> None:
+        """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
+        in_flight.gone = True
+        if not in_flight.complete and self._scheduler.has(in_flight.request.id):
+            self._driver.step(RequestCancelled(in_flight.request.id))
+        self._forget(in_flight)
+
+    def _forget(self, in_flight: InFlightCall) -> None:
+        """Drop a call that the scheduler is done with."""
+        if not self._scheduler.has(in_flight.request.id):
+            ended = self._in_flight.pop(in_flight.request.id, None)
+            if in_flight.charge is not None:
+                self._charges.settle(in_flight)
+            if ended is not None:
+                _tell(self.on_ended, in_flight)
+        if not self._in_flight:
+            self.empty.set()
+
+    def close(self) -> None:
+        """Stop all calls at once. Their clients get an error, and so does every later call."""
         self._closed = True
-        for in_flight in in_flight_calls:
-            if in_flight.forwarding is not None:
-                in_flight.forwarding.close()
+        for task in self._predicting:
+            task.cancel()
+        for in_flight in list(self._in_flight.values()):
+            in_flight.fail(error_of("draining", None))
+        for in_flight in self._in_flight.values():
+            if in_flight.answering is not None:
+                in_flight.answering.close()
+        for in_flight in self._in_flight.values():
+            self._charges.settle(in_flight)
 
-    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
-        """Note how a call ended on its engine."""
-        handle, in_flight = forwarding.handle, forwarding.in_flight
-        if in_flight.forwarding is not forwarding or self._closed:
-            return  # the call was abandoned: the scheduler has settled its request with EngineLost
-        in_flight.forwarding = None
-        handle.remove(in_flight)
-        if in_flight.trace is not None:
-            in_flight.trace.left(in_flight, self.now_s(), ended)
-        self._on_ended(in_flight, ended)
 
-    def learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """Learn from the engine's count of prompt tokens.
+def _stop(in_flight: InFlightCall) -> None:
+    assert in_flight.answering is not None, "a running request is answered"
+    in_flight.answering.stop()
 
-        Prompts of token ids have no characters to count, and of a prompt that goes on from an earlier response only
-        the end is here.
-        """
-        if tokens and call.prompt.text and not call.previous:
-            self._prompt_tokens.observe(call, tokens)
+
+def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlightCall) -> None:
+    for listener in listeners:
+        try:
+            listener(in_flight)
+        except Exception:  # a failing listener must not stop serving
+            log.exception("a listener of ended calls failed")
 
 
 def line_now(call: Call, request: Request, now_s: float) -> Call:
@@ -158,306 +313,32 @@ def line_now(call: Call, request: Request, now_s: float) -> Call:
     return msgspec.structs.replace(call, terms=terms)
 
 
-class Forwarding:
-    """Forwards one answer of an engine to the client, from the request to the end."""
-
-    __slots__ = ("_answer", "_calls", "_ended", "_form", "_named", "_waiting", "handle", "in_flight")
-
-    def __init__(self, calls: RunningCalls, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> None:
-        self.handle = handle
-        self.in_flight = in_flight
-        self._calls = calls
-        self._form = in_flight.call.wire.form or COMPLETION
-        self._ended = self._named = False
-        self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
-        in_flight.usage = None
-        self._answer: Answer = handle.engine.ask(in_flight.call, batch, self._advance)
-
-    def stop(self) -> None:
-        """Abort the request; its end follows."""
-        if not self._ended:
-            self.close()
-            asyncio.get_running_loop().call_soon(self._stopped)
-
-    def close(self) -> None:
-        """Abort the request. Nothing follows."""
-        self._ended = True
-        self._answer.close()
-        if self._waiting is not None:
-            self._waiting.cancel()
-
-    # ---- as the answer arrives ----
-
-    def _advance(self) -> None:
-        """Forward what has arrived."""
-        if self._ended or self._waiting is not None:
-            return
-        try:
-            ended = self._next()
-        except EngineError as error:
-            if self._ended:  # stopped by what followed from its own bytes
-                return
-            self._answer.close()
-            self._waiting = asyncio.get_running_loop().create_task(self._failed(error))
-            return
-        except Exception as error:
-            ended = self._broken(error)
-        if ended is not None and not self._ended:
-            self._end(ended)
-
-    def _next(self) -> RequestEnded | None:
-        """Return how the request ended; None: more follows. Raises EngineError."""
-        answer, in_flight = self._answer, self.in_flight
-        if not answer.arrived():
-            return None
-        if answer.served and in_flight.receipt is not None:
-            in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
-            answer.served = NOTHING
-        if in_flight.call.wire.stream and answer.status < 400:
-            return self._stream(answer)
-        if (body := answer.body()) is None:
-            return None
-        return self._declined(body) if answer.status >= 400 else self._whole(body)
-
-    def _completed(self, tokens: int) -> RequestEnded:
-        choices = self.in_flight.call.bounds.choices
-        return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
-
-    def _whole(self, body: bytes) -> RequestEnded:
-        """Forward an answer that is not streamed, unless it is an error in spite of its status."""
-        in_flight, form = self.in_flight, self._form
-        if may_be_error(body) and (error := error_in(body)) is not None:
-            return self._told(error, error.status, body)
-        answer = form.whole(body)
-        if answer is None:
-            nothing = not body.strip() or self._is_page
-            text = f"engine {self.handle.name} answered with {len(body):,} bytes that are no {form.name}"
-            raise EngineError(text, answered=not nothing)
-        if answer.failed:
-            self._begin(body)
-            return RequestEnded(*self._request, "failed", fault=True)
-        usage = answer.usage
-        self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
-        in_flight.counts, in_flight.cut = usage, answer.cut
-        if answer.response_id:
-            self._calls.on_named(in_flight, answer.response_id)
-        self._begin(body)
-        return self._completed(usage.completion_tokens or 0)
-
-    # ---- errors that an engine tells ----
-
-    def _declined(self, body: bytes) -> RequestEnded:
-        """An answer with the status of an error."""
-        answer = self._answer
-        if answer.status in (404, 405):
-            lacking = self._calls.no_endpoint(self.handle, self.in_flight.call, answer.status, body)
-            if lacking is not None:  # another engine may have it; this one's other requests go on
-                self.in_flight.refuse(self._head_of(lacking))
-                return RequestEnded(*self._request, "failed", retryable=True, refused=True)
-        return self._told(error_in(body), answer.status, body)
-
-    def _told(self, error: ErrorObject | None, status: int, body: bytes) -> RequestEnded:
-        """An error before any content. The client gets it if the error is the client's, or no other engine answers.
-
-        status, body : for the client
-        """
-        answer, verdict = self._answer, self._verdict(error, body)
-        head = msgspec.structs.replace(self._head(body), status=status)
-        if answer.status < 400:
-            head = msgspec.structs.replace(head, content_type=JSON)
-        if not (verdict.fault or verdict.refused):
-            self.in_flight.begin(head)
-            self._calls.on_began(self.in_flight)
-            return RequestEnded(*self._request, "failed")
-        self.in_flight.refuse(head)
-        return RequestEnded(
-            *self._request,
-            "failed",
-            fault=verdict.fault,
-            retryable=True,
-            refused=verdict.refused,
-            rest_s=self._rest_s(refused=verdict.refused),
-        )
-
-    def _verdict(self, error: ErrorObject | None, body: bytes) -> Verdict:
-        """What follows from an error before any content."""
-        answer, call = self._answer, self.in_flight.call
-        names_model = answer.status == 404 and call.wire.form in (None, COMPLETION)
-        return answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
-
-    def _rest_s(self, *, refused: bool) -> float | None:
-        """How long the engine asks to be left alone; None: it does not ask."""
-        asked = self._answer.retry_after
-        if asked is None:
-            return 0.0 if refused else None
-        return retry_after_s(asked, time.time())
-
-    def _cut_off(self, error: ErrorObject) -> RequestEnded:
-        """An error behind content, which has passed with its event: the stream ends there."""
-        in_flight = self.in_flight
-        verdict = self._answer.judge(error, names_model=False)
-        blamed = verdict.fault or verdict.refused
-        in_flight.error = "engine_failed" if blamed else "engine_refused"
-        if self._form.done:
-            in_flight.feed(self._form.done)
-        in_flight.close()
-        return RequestEnded(
-            *self._request, "failed", fault=blamed, rest_s=self._rest_s(refused=True) if verdict.refused else None
-        )
-
-    # ---- streams ----
-
-    def _stream(self, answer: Answer) -> RequestEnded | None:
-        """Forward what has arrived of a stream. Until the first content the call may run elsewhere."""
-        in_flight = self.in_flight
-        usage = in_flight.usage or self._usage(answer)
-        try:
-            while not usage.over and (data := answer.take()):
-                forwarded = usage.feed(data)
-                if usage.stalled:
-                    usage.stalled = False
-                    answer.stalled()
-                    if in_flight.listens:
-                        in_flight.feed(usage.take_comments())
-                if forwarded:
-                    if usage.response_id and not self._named:
-                        self._named = True
-                        self._calls.on_named(in_flight, usage.response_id)
-                    if not in_flight.answered:
-                        in_flight.first_at_s = self._calls.now_s()
-                        self._begin(None)
-                    in_flight.feed(forwarded)
-                    if in_flight.paused and usage.failed is None and not usage.over:
-                        self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
-                        return None
-                if usage.failed is not None:
-                    return self._stream_failed(usage)
-            if not (answer.complete or usage.over):
-                return None
-            if (whole := usage.end()) is not None:
-                return self._whole(whole)
-            if usage.failed is not None:
-                return self._stream_failed(usage)
-            if not usage.ended:
-                raise EngineError(f"engine {self.handle.name} ended its stream in mid-{self._form.name}")
-        except EngineError:
-            if in_flight.answered and (withheld := usage.release()):
-                in_flight.feed(withheld)
-            raise
-        if not in_flight.answered:
-            self._begin(None)
-        if rest := usage.flush():
-            in_flight.feed(rest)
-        in_flight.last_at_s = self._calls.now_s()
-        in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
-        in_flight.close()
-        self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
-        return self._completed(usage.output_tokens)
-
-    def _stream_failed(self, usage: StreamReader) -> RequestEnded:
-        """The engine has told an error within its stream. The client's own error passes as the engine tells it."""
-        error, in_flight = usage.failed, self.in_flight
-        assert error is not None, "the stream has failed"
-        if not in_flight.answered:
-            body = usage.failed_data
-            if not is_error_body(body):
-                told = EngineFailed(error.message or "the engine failed this request")
-                body = msgspec.json.encode(self._form.error(told))
-            verdict = self._verdict(error, body)
-            if verdict.fault or verdict.refused or b"data:" not in usage.failed_event:
-                return self._told(error, error.status, body)
-            self._begin(None)
-            in_flight.feed(usage.failed_event)
-        return self._cut_off(error)
-
-    @property
-    def _is_page(self) -> bool:
-        return self._answer.content_type.startswith("text/html")
-
-    def _usage(self, answer: Answer) -> StreamReader:
-        """Count the tokens of the stream from now on."""
-        if self._is_page:
-            raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
-        in_flight = self.in_flight
-        call, receipt = in_flight.call, in_flight.receipt
-        field = msgspec.json.encode(receipt.fields) if call.terms.receipt and receipt is not None else b""
-        in_flight.usage = self._form.stream(call, field)
-        return in_flight.usage
-
-    async def _until_writable(self) -> None:
-        await self.in_flight.writable()
-        self._waiting = None
-        self._advance()
-
-    def _begin(self, body: bytes | None) -> None:
-        self.in_flight.begin(self._head(body))
-        self._calls.on_began(self.in_flight)
-
-    def _head(self, body: bytes | None) -> Head:
-        answer, receipt = self._answer, self.in_flight.receipt
-        assert receipt is not None
-        return Head(answer.status, answer.content_type, answer.retry_after, receipt, body, answer.headers)
-
-    def _head_of(self, error: RequestError) -> Head:
-        """An error of this program as an answer."""
-        receipt = self.in_flight.receipt
-        assert receipt is not None
-        retry_after = None if error.retry_after_s is None else f"{max(1, math.ceil(error.retry_after_s))}"
-        return Head(error.status, JSON, retry_after, receipt, msgspec.json.encode(self._form.error(error)))
-
-    # ---- how it ends ----
-
-    @property
-    def _request(self) -> tuple[str, int]:
-        return self.handle.name, self.in_flight.request.id
-
-    def _end(self, ended: RequestEnded) -> None:
-        self._ended = True
-        if ended.outcome == "completed":
-            self._answer.drain()
-        else:
-            self._answer.close()
-        self._calls.ended(self, ended)
-
-    def _stopped(self) -> None:
-        in_flight = self.in_flight
-        if in_flight.stopping and not in_flight.gone:
-            in_flight.preemptions += 1
-        else:
-            in_flight.fail(EngineFailed("the request was aborted"))
-        self._calls.ended(self, RequestEnded(*self._request, "cancelled"))
-
-    def _broken(self, error: Exception) -> RequestEnded:
-        """An error of this program."""
-        log.error("serving a request failed", exc_info=error, extra=about(self.in_flight))
-        self.in_flight.fail(EngineFailed("the front-end failed while serving this request"))
-        return RequestEnded(*self._request, "failed")
-
-    async def _failed(self, error: EngineError) -> None:
-        """End a request whose engine gave no answer, or a broken one."""
-        try:
-            ended = await self._failure(error)
-        except Exception as own:
-            ended = self._broken(own)
-        self._waiting = None
-        self._end(ended)
-
-    async def _failure(self, error: EngineError) -> RequestEnded:
-        handle, in_flight = self.handle, self.in_flight
-        if error.local:  # no other engine can be reached either, and this one is not to blame
-            log.warning("%s", error, extra=about(in_flight))
-            in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
-            return RequestEnded(*self._request, "cancelled", no_socket=True)
-        level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
-        log.log(level, "%s", error, extra=about(in_flight))
-        failure = EngineTimeout(str(error)) if error.late else EngineFailed(str(error), code=error.code)
-        if error.refused and not in_flight.answered:
-            in_flight.refuse(self._head_of(failure))
-            return RequestEnded(*self._request, "failed", fault=True, retryable=True, refused=True, rest_s=0.0)
-        await self._calls.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
-        over = in_flight.answered or error.late or error.answered  # it may be running yet, or would run for nothing
-        if over:
-            in_flight.fail(failure)
-        elif error.code is not None:
-            in_flight.refuse(self._head_of(failure))
-        return RequestEnded(*self._request, "failed", fault=True, retryable=not over)
+def request_of(
+    in_flight: InFlightCall,
+    forecast: Forecast,
+    prompt_tokens: float,
+    secret: bytes,
+    *,
+    by_prefix: bool,
+) -> Request:
+    """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
+    call, (predicted, quantiles) = in_flight.call, forecast
+    deadline_s = call.deadline_s
+    if deadline_s is None and call.terms.slo_s is not None:
+        deadline_s = in_flight.arrived_at_s + call.terms.slo_s
+    return Request(
+        in_flight.request.id,
+        predicted,
+        deadline_s,
+        quantiles,
+        prompt_tokens,
+        call.bounds.choices,
+        prefix_hashes(call.opening, secret) if by_prefix else (),
+        call.lane or call.model,
+        call.terms.stream_name,
+        sender_hash(call, secret),
+        call.terms.share,
+        call.terms.weight,
+        call.terms.background,
+        call.terms.after_tokens,
+    )

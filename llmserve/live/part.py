@@ -16,11 +16,13 @@ from llmserve.engines.kinds import Servers, engine_name
 from llmserve.engines.part import Connected
 from llmserve.errors import ConfigError
 from llmserve.forecasts.learned_state import learnt_before
+from llmserve.forecasts.lengths import Forecasts
 from llmserve.forecasts.part import RunningPredictors, forecaster
 from llmserve.forecasts.record import LengthRecord
-from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.saver import Saver
 from llmserve.forecasts.state_file import StateFile
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.part import Commit, Part, Server
 from llmserve.scheduling.messages import ServingGroup
@@ -90,22 +92,26 @@ class Live(Part):
         )
         cluster = LiveCluster(
             header.scheduler(),
-            engines,
+            Fleet(
+                engines,
+                config.live,
+                is_served=served.is_served,
+                profiles=config.dispatch.profiles(),
+                planned=set(served.models),
+            ),
             Journal(header, path=Path(config.server.journal) if config.server.journal else None),
-            forecaster=forecaster(config, predictors, learned.learners),
-            record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
-            config=config.live,
-            is_served=served.is_served,
+            forecasts=Forecasts(
+                forecaster(config, predictors, learned.learners),
+                LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
+                learned.prompt_tokens,
+            ),
             solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
-            profiles=config.dispatch.profiles(),
-            prompt_tokens=learned.prompt_tokens,
         )
         cluster.routes.engines_are_groups = config.engines.engines_are_groups
-        cluster.routes.restore(learned.origins)
-        cluster.fleet.planned = set(served.models)
+        cluster.routes.origins = learned.origins
         async with AsyncExitStack() as stack:
             if kept is not None:
-                saver = server.add(Saver(kept, lambda: learned.saving(cluster.scheduler, cluster.routes)))
+                saver = server.add(Saver(kept, lambda: learned.saving(cluster.scheduler)))
                 stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learned
                 saver.start()
             stack.push_async_callback(cluster.close)
@@ -121,7 +127,7 @@ class Live(Part):
             yield
         finally:
             warning.cancel()
-            await cluster.abort()  # while the server still listens: clients can be told
+            cluster.abort()  # while the server still listens: clients can be told
 
     def change(self, server: Server, before: Config, after: Config) -> Commit:
         """Engines by URL. An engine that is not named any more gets no new requests, and goes when it is empty."""

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
 
-from llmserve.calls.in_flight import InFlightCall
+from llmserve.calls.origins import Origin, Origins
 from llmserve.engines.engine import EngineError, Passed
 from llmserve.errors import EngineFailed, NotFound, RequestError, Unavailable
-from llmserve.forecasts.saving import Saving
-from llmserve.live.fleet import EngineHandle, Fleet
+from llmserve.live.fleet import Fleet
+from llmserve.live.handle import EngineHandle
 from llmserve.live.lanes import Lane
 from llmserve.request import Bounds, Call
 from llmserve.wire.answer_forms import COMPLETION
 
 RESPONSES = "/v1/responses"
-RESPONSES_MAX = 50_000  # whose engine is remembered
-ROWS_AT_ONCE = 1000  # of a state, in a slice
 LANES_UNLISTED_MAX = 256  # so many lanes, and models that no engine lists yet get no more
 
 
-class Origin(NamedTuple):
-    """Who knows a response. engine : name.  key : name of the key that asked for it"""
-
-    engine: str
-    key: str
-
-
 class Routes:
-    """paths : of the endpoints that this server passes to engines
+    """The engines of each call.
 
+    paths : of the endpoints that this server passes to engines
+    origins : of responses that engines keep
     has_keys : whether clients have keys. Then a response is its key's alone, and nobody's while it is not known whose
     engines_are_groups : the engines know whose their responses are, and are told who asks for an answer
     """
@@ -40,7 +31,7 @@ class Routes:
         self.has_keys: Callable[[], bool] = lambda: False
         self.engines_are_groups = False
         self._fleet = fleet
-        self._origins: OrderedDict[str, Origin] = OrderedDict()  # by id of the response, the oldest first
+        self.origins = Origins()
 
     def lane_of(self, path: str, model: str, previous: str, key: str, bounds: Bounds) -> str:
         """Name of the lane in which a call waits; "": the model's own queue.
@@ -52,7 +43,7 @@ class Routes:
         able = [handle for handle in serving if path in handle.endpoints]
         if serving and not able:
             raise self.missing(path, model)
-        origin = self._origins.get(previous) if previous else None
+        origin = self.origins.get(previous) if previous else None
         if previous and origin is None and self.has_keys() and not self.engines_are_groups:
             raise _unknown(previous)
         if origin is not None:
@@ -99,25 +90,9 @@ class Routes:
 
     # ---- responses that engines keep ----
 
-    def note(self, in_flight: InFlightCall, response_id: str) -> None:
-        """Remember which engine knows a response: the one that is answering, as this server names it."""
-        assert in_flight.forwarding is not None, "an answer comes from an engine"
-        self._origins[response_id] = Origin(in_flight.forwarding.handle.name, in_flight.call.terms.key)
-        if len(self._origins) > RESPONSES_MAX:
-            self._origins.popitem(last=False)
-
-    def saving(self) -> Saving:
-        """Make the state in slices: whose each response is, the oldest first."""
-        rows = []
-        for number, (response_id, origin) in enumerate(list(self._origins.items())):
-            rows.append([response_id, *origin])
-            if number % ROWS_AT_ONCE == 0:
-                yield
-        return {"responses": rows}
-
-    def restore(self, origins: Mapping[str, Origin]) -> None:
-        """Continue with what was known before. origins : by id of the response, the oldest first"""
-        self._origins.update(origins)
+    def note(self, response_id: str, engine: str, call: Call) -> None:
+        """Remember which engine has answered a call by a response."""
+        self.origins.note(response_id, Origin(engine, call.terms.key))
 
     async def pass_on(
         self, response_id: str, key: str | None, method: str, path: str, body: bytes | None
@@ -140,7 +115,7 @@ class Routes:
         return told
 
     def _knowing(self, response_id: str, key: str | None) -> list[EngineHandle]:
-        origin = self._origins.get(response_id)
+        origin = self.origins.get(response_id)
         if origin is not None:
             return [self._handle_of(origin, response_id, key)]
         if key is not None and self.has_keys():
@@ -152,18 +127,6 @@ class Routes:
         if handle is None or key not in (None, origin.key) or (model and model not in handle.models):
             raise _unknown(response_id)
         return handle
-
-
-def origins_of(state: Mapping[str, Any]) -> dict[str, Origin]:
-    """By id of the response, of a state that `saving` has made. Raises ValueError for a state of something else."""
-    rows = state.get("responses")
-    if not isinstance(rows, list) or not all(map(_is_row, rows)):
-        raise ValueError("the state has no list of responses with their engines and keys")
-    return {response_id: Origin(engine, key) for response_id, engine, key in rows[-RESPONSES_MAX:]}
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == len(Origin._fields) + 1 and all(isinstance(part, str) for part in row)
 
 
 def _unknown(response_id: str) -> NotFound:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from llmserve.gateway.bodies import BodyLimits, read_body
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.live.journal import Step
 from llmserve.scheduling.messages import SHARES_MAX, RequestArrived, ServedElsewhere
 from llmserve.tenants.limits import KeyLimits
@@ -89,11 +89,11 @@ class Peers:
             tuple((stream, model, count) for (stream, model), count in arrivals.items()),
             asked,
             parts,
-            self._cluster.engines_wanted(),
+            self._cluster.estimator.engines_wanted(),
             tuple([Served(*row) for row in self._cluster.scheduler.groups.served()]) if not told.elsewhere else (),
         )
 
     def _charge(self, elsewhere: Served) -> None:
         rows = list(elsewhere.tokens.items())
         for start in range(0, len(rows), SHARES_MAX):
-            self._cluster.notify(ServedElsewhere(elsewhere.models[0], dict(rows[start : start + SHARES_MAX])))
+            self._cluster.driver.step(ServedElsewhere(elsewhere.models[0], dict(rows[start : start + SHARES_MAX])))

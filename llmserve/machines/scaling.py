@@ -1,8 +1,9 @@
 """How many replicas of an engine run: as many as the plan has workers for, and more while the groups want more engines.
 
 For engines with `replicas_max` only. Each group tells once a second how many engines each of its models wants
-(estimates/wanted.py): more at once, fewer when fewer were wanted for 300 s. The controller holds the largest number of
-the last 300 s once more, for a group that restarts has forgotten it. A replica that is not wanted is drained first.
+(estimates/engines_wanted.py): more at once, fewer when fewer were wanted for 300 s. The controller holds the largest
+number of the last 300 s once more, for a group that restarts has forgotten it. A replica that is not wanted is drained
+first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from llmserve.estimates.wanted import DOWN_AFTER_S, Peak
+from llmserve.estimates.engines_wanted import DOWN_AFTER_S, Peak
 from llmserve.machines.cluster_file import ClusterFile, EngineTable
 from llmserve.machines.layout import model_of
 from llmserve.planning import HerdGroup, Plan

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from bins.profile import Profile
 from llmserve.engines.power import GpuEnergy
 from llmserve.http.server import is_loopback
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
 from llmserve.settings.tree import Config
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from llmserve.forecasts.saving import Saver
-from llmserve.live.driver import LiveCluster
+from llmserve.forecasts.saver import Saver
+from llmserve.live.cluster import LiveCluster
 from llmserve.live.journal import Step
 from llmserve.observe import table
 from llmserve.observe.counters import Families, lines_of
@@ -79,7 +79,9 @@ class Metrics:
         ]
         self._on_event, self._on_action = self._handlers()
         cluster.journal.listen(self.observe)
-        cluster.listen(self._requests.runs.answered)  # what the journal does not know: times of tokens, engines' counts
+        cluster.calls.on_ended.append(
+            self._requests.runs.answered
+        )  # what the journal does not know: times of tokens, engines' counts
 
     def follow_server(self, server: Connections) -> None:
         self._read.append(partial(self._section, table.CONNECTIONS, server))

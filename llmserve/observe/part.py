@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 from llmserve.engines.part import Connected
-from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.saver import Saver
 from llmserve.http.exchange import Exchange
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.counters import Families
 from llmserve.observe.energy import EnergyMeter, meter_of_all
 from llmserve.observe.key_usage import KeyUsage

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from bins.dispatch import DispatchPlan, Observed
-from llmserve.live.driver import LiveCluster
-from llmserve.live.fleet import EngineHandle
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.handle import EngineHandle
 from llmserve.observe.counters import Rows
 from llmserve.observe.energy import EnergyMeter
 from llmserve.scheduling.engines import EngineState
@@ -39,7 +39,7 @@ class SchedulerReading:
         self._cluster = cluster
         self._models = sorted(cluster.scheduler.models.items())
         self._engines = sorted(cluster.scheduler.engines.items())
-        self.lengths = cluster.lengths
+        self.lengths = cluster.forecasts
         self.bin_count = max([BINS_MIN, *[len(queues.bins) for _, queues in self._models]])
 
     @property
@@ -75,7 +75,7 @@ class SchedulerReading:
         return [(model, queues.binning.trust.accuracy(self.bin_count)) for model, queues in self._models]
 
     def wanted(self) -> Rows:
-        return counts(self._cluster.engines_wanted())
+        return counts(self._cluster.estimator.engines_wanted())
 
     # ---- by engine ----
 
@@ -85,7 +85,7 @@ class SchedulerReading:
     def of_probed(self, value: Callable[[EngineHandle], float]) -> Rows:
         """Of engines that have answered a probe."""
         handles = sorted(self._cluster.fleet.handles.items())
-        return [((name,), value(handle)) for name, handle in handles if handle.seen]
+        return [((name,), value(handle)) for name, handle in handles if handle.state.seen]
 
     def paces(self) -> Rows:
         return [

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from llmserve import __version__
-from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.saver import Saver
 from llmserve.observe.counters import Kind, Metric, Rows
 from llmserve.observe.readings import (
     Connections,
@@ -171,13 +171,13 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
     _read(
         "engine_slots_known",
         "0 while the engine's number of slots is a guess",
-        lambda now: now.of_probed(lambda e: e.slots_found),
+        lambda now: now.of_probed(lambda e: e.probed.slots_found),
         "engine",
     ),
     _read(
         "engine_load_known",
         "1 when the engine's own metrics (vLLM's) say how many requests run and wait in it",
-        lambda now: now.of_probed(lambda e: e.load_known),
+        lambda now: now.of_probed(lambda e: e.probed.load_known),
         "engine",
     ),
     _read(

@@ -14,8 +14,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from llmserve.live.driver import LiveCluster
-from llmserve.live.fleet import EngineHandle
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.handle import EngineHandle
 from llmserve.live.journal import Step
 from llmserve.scheduling.messages import FailRequest, RequestArrived, RequestEnded
 from llmserve.settings.policies import order_settings
@@ -159,7 +159,7 @@ class Watch:
                 self._refused[action.reason] += 1
 
     def _note_end(self, event: RequestEnded, now_s: float) -> None:
-        call = self._cluster.call(event.request_id)
+        call = self._cluster.calls.get(event.request_id)
         if call is None or call.receipt is None or event.outcome != "completed":
             return
         self._ended += 1
@@ -213,7 +213,7 @@ class Watch:
         state = self._cluster.scheduler.engines.get(handle.name)
         closed = state is None or state.circuit.closed
         return EngineSeen(
-            handle.name, handle.state, closed, len(handle.running), handle.info.slots, list(handle.models)[:10]
+            handle.name, handle.word, closed, len(handle.running), handle.info.slots, list(handle.models)[:10]
         )
 
     def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:
@@ -235,7 +235,7 @@ def _most(counts: Counter[str]) -> list[Waiting]:
 def _seen(
     cluster: LiveCluster, request_id: int, engine: str, tokens: float, ended_s: float | None
 ) -> RequestSeen | None:
-    call = cluster.call(request_id)
+    call = cluster.calls.get(request_id)
     if call is None or call.receipt is None:
         return None
     started_s = call.arrived_at_s + call.receipt.queue_ms / 1e3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.live.part import Served
 from llmserve.part import Commit, Part, Server, do_nothing
 from llmserve.planning import group_plan
@@ -47,7 +47,7 @@ class Regrouping(Part):
             yield
             return
         planned, replan = group_plan.planned_groups(config), group_plan.replanner(config)
-        regrouper = server.add(Regrouper(server.get(LiveCluster), planned, groups, replan))
+        regrouper = server.add(Regrouper(server.get(LiveCluster).driver, planned, groups, replan))
         regrouper.start()
         try:
             yield

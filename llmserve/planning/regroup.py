@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from llmserve.live.driver import LiveCluster
+from llmserve.live.driver import Driver
 from llmserve.live.journal import Step
 from llmserve.planning.assignment import PlannedGroup, assign, shortfalls
 from llmserve.scheduling.layout import Layout
@@ -27,7 +27,7 @@ Planned = tuple[PlannedGroup, ...]
 
 
 class Regrouper:
-    """Listens to the cluster's journal. Make it before the cluster starts.
+    """Listens to the journal of the cluster's driver. Make it before the cluster starts.
 
     planned  the groups of the first plan
     groups   the first groups of the cluster's scheduler
@@ -36,12 +36,12 @@ class Regrouper:
 
     def __init__(
         self,
-        cluster: LiveCluster,
+        driver: Driver,
         planned: Planned,
         groups: tuple[ServingGroup, ...],
         replan: Callable[[Rates], Planned] | None = None,
     ) -> None:
-        self._cluster = cluster
+        self._driver = driver
         self._planned = planned
         self._groups = groups
         self._replan = replan
@@ -50,7 +50,7 @@ class Regrouper:
         self._warning: asyncio.TimerHandle | None = None
         self._planning: asyncio.Task[None] | None = None
         self._rates: Rates | None = None  # rates of the next plan
-        cluster.journal.listen(self._observe)
+        driver.journal.listen(self._observe)
 
     def start(self) -> None:
         """Must be called inside the running event loop."""
@@ -98,7 +98,7 @@ class Regrouper:
         groups = assign(planned, self._workers(), before)
         Layout(groups)  # raises for bad groups, before the cluster gets them
         if groups != self._groups:
-            self._cluster.notify(PlanChanged(groups))
+            self._driver.step(PlanChanged(groups))
             self._groups = groups
             log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
 

@@ -14,7 +14,7 @@ from llmserve.http.proxies import TrustedProxies
 from llmserve.http.server import DoorLimits, accepting, base_url, is_loopback
 from llmserve.jobs.endpoints import FILES, BatchEndpoints
 from llmserve.jobs.part import has_store
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.part import Followers
 from llmserve.part import Part, Server

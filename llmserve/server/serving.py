@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 from llmserve.gateway.part import Listening
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.part import Part, Server
 from llmserve.runtime.at_once import at_once
 from llmserve.server.parts import PARTS, Parts

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from llmserve.calls.charges import QueueTimes
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import BadRequest, RateLimited, RequestError
+from llmserve.estimates.of_key import CallTimes, KeyEstimates
 from llmserve.request import Request
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.buckets import Headers, Scope, limit_headers
@@ -21,7 +18,6 @@ from llmserve.tenants.key_file import KeyFile, KeyPolicy, Limits, Price
 from llmserve.tenants.usage_file import Reserve
 
 NONE = Limits()
-KEPT_S = 1.0  # how long a prediction is kept: a client that asks again and again costs little
 RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
 
 
@@ -58,7 +54,7 @@ class KeyLimits:
         defaults: Limits = NONE,
         *,
         ledger: Ledger | None = None,
-        times: QueueTimes | None = None,
+        times: CallTimes | None = None,
         usage: UsageCounts | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
         part: float = 1.0,
@@ -156,8 +152,7 @@ class Account:
         self.last: Request | None = None
         self.asked = 0
         self._limits = Limits()
-        self._first_ends: dict[str, tuple[float, float]] = {}  # by model: times of the prediction, and of the end
-        self._starts: dict[str, tuple[float, list[float], list[float]]] = {}  # likewise; see _starts_of
+        self._estimates = KeyEstimates(limits.times, limits.clock)
         self._models: dict[str, Scope] = {}
 
     def change(self, policy: KeyPolicy, limits: Limits, ledger: Ledger | None) -> None:
@@ -290,39 +285,21 @@ class Account:
     def _next_start_s(self) -> float:
         """Predicted seconds until one more request like the key's last would start; 0: unknown."""
         times = self.limits.times
-        return (times.next_s(self.last) if times is not None and self.last is not None else None) or 0.0
+        return (times.next_start_s(self.last) if times is not None and self.last is not None else None) or 0.0
 
     def _first_end_s(self, model: str) -> float:
         """Predicted seconds until one of the key's requests ends. model : "": of any model"""
-        times, now_s = self.limits.times, self.limits.clock()
-        made_s, end_s = self._first_ends.get(model, (-math.inf, 0.0))
-        if now_s - made_s >= KEPT_S:
-            charges = [charge for charge in self.charges if model in ("", charge.model)]
-            ends_s = [times.end_s(charge.call) for charge in charges] if times is not None else []
-            left_s = min([end_s for end_s in ends_s if end_s is not None], default=None)
-            if left_s is None:
-                return RETRY_AFTER_S
-            end_s = now_s + left_s
-            self._first_ends[model] = now_s, end_s
-        return max(0.0, end_s - now_s)
+        calls = (charge.call for charge in self.charges if model in ("", charge.model))
+        left_s = self._estimates.first_end_s(model, calls)
+        return RETRY_AFTER_S if left_s is None else left_s
 
     def _room_s(self, model: str, tokens: float) -> float:
         """Predicted seconds until so many of the key's waiting tokens have started. model : "": of any model"""
-        now_s = self.limits.clock()
-        if now_s - self._starts.get(model, (-math.inf,))[0] >= KEPT_S:
-            self._starts[model] = self._starts_of(model, now_s)
-        _, starts_s, sums = self._starts[model]
-        if not starts_s:
-            return RETRY_AFTER_S
-        return max(0.0, starts_s[min(bisect_left(sums, tokens), len(starts_s) - 1)] - now_s)
-
-    def _starts_of(self, model: str, now_s: float) -> tuple[float, list[float], list[float]]:
-        """Now, when the key's waiting requests start, and the tokens that have started by each of these times."""
-        times = self.limits.times
-        waiting = [charge for charge in self.charges if charge.waits and model in ("", charge.model)]
-        starts = [(times.start_s(charge.call), charge.tokens) for charge in waiting] if times is not None else []
-        known = sorted([(now_s + start_s, tokens) for start_s, tokens in starts if start_s is not None])
-        return now_s, [start_s for start_s, _ in known], list(accumulate([tokens for _, tokens in known]))
+        waiting = (
+            (charge.call, charge.tokens) for charge in self.charges if charge.waits and model in ("", charge.model)
+        )
+        room_s = self._estimates.room_s(model, tokens, waiting)
+        return RETRY_AFTER_S if room_s is None else room_s
 
 
 def _too_large(tokens: float, limit: str, code: str) -> BadRequest:

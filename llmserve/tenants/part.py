@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from llmserve.estimates.queue_times import LiveQueueTimes
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.key_usage import KeyUsage
 from llmserve.observe.metrics import Metrics
 from llmserve.part import Commit, Part, Server
@@ -67,7 +66,7 @@ class Keys(Part):
                 known.clients,
                 default_limits(config),
                 ledger=known.ledger,
-                times=LiveQueueTimes(server.get(LiveCluster)),
+                times=server.get(LiveCluster).estimator,
                 usage=server.find(KeyUsage),
                 on_refused=server.get(Metrics).refused,
                 part=config.limits.limits_part,

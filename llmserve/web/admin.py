@@ -13,11 +13,14 @@ from starlette.responses import Response
 
 from llmserve.errors import BadRequest, ConfigError, NotFound
 from llmserve.gateway.answers import json_response
-from llmserve.live.driver import LiveCluster
-from llmserve.live.fleet import EngineHandle
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.engine_state import Happening, refusal
+from llmserve.live.handle import EngineHandle
 from llmserve.machines.peers import Peers
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.limits import KeyLimits
+
+ORDERS = {"drain": Happening.DRAIN, "resume": Happening.RESUME, "restart": Happening.RESTART}
 
 
 class AdminEndpoints:
@@ -44,7 +47,7 @@ class AdminEndpoints:
 
     async def list_waiting(self, request: Request) -> Response:
         self._admit(request)
-        return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.places.rows()})
+        return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.estimator.rows()})
 
     async def engine_action(self, request: Request) -> Response:
         """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""
@@ -53,24 +56,18 @@ class AdminEndpoints:
         handle = self._fleet.handles.get(name)
         if handle is None:
             raise NotFound(f"there is no engine {name!r}; the engines are {', '.join(sorted(self._fleet.handles))}")
-        if handle.removal is not None:
-            raise BadRequest(f"engine {name} is being removed")
-        if order in ("drain", "resume") and handle.restart is not None:
-            raise BadRequest(f"engine {name} is being restarted")
+        if order not in ORDERS:
+            raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
+        if (why := refusal(handle.state, ORDERS[order])) is not None:
+            raise BadRequest(f"engine {name} {why}")
         if order == "drain":
-            if not handle.up:
-                raise BadRequest(
-                    f"engine {name} is down: it gets no requests now, and gets requests again once it is up"
-                )
             self._fleet.drain(handle)
         elif order == "resume":
             self._fleet.resume(handle)
-        elif order == "restart":
-            if handle.engine.restart is None:
-                raise BadRequest(f"engine {name} was not started by llmserve: drain it, then restart it where it runs")
-            self._fleet.begin_restart(handle)
+        elif handle.engine.restart is None:
+            raise BadRequest(f"engine {name} was not started by llmserve: drain it, then restart it where it runs")
         else:
-            raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
+            self._fleet.restart(handle)
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
 
     async def usage(self, request: Request) -> Response:
@@ -101,12 +98,12 @@ class AdminEndpoints:
 
     def _describe(self, handle: EngineHandle) -> dict[str, Any]:
         """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""
-        remaining_s = max(self._cluster.remaining_s(handle.running.values()), default=0.0)
+        drained_s = self._cluster.estimator.drained_s(handle.running.values())
         return {
             "name": handle.name,
-            "state": handle.state,
+            "state": handle.word,
             "running": len(handle.running),
-            "drains_in_s": round(remaining_s, 1),
+            "drains_in_s": round(drained_s, 1),
             "slots": handle.info.slots,
             "tokens_max": handle.info.tokens_max,
             "models": list(handle.models),

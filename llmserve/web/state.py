@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from llmserve.errors import Unauthorized
 from llmserve.gateway.answers import json_response
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.runtime.lasting import failing
 from llmserve.tenants.authentication import Keys

@@ -144,7 +144,7 @@ async def test_an_error_in_mid_stream_ends_the_answer_and_teaches_nothing(
     async with DialectEngine(dialect, ERROR_BETWEEN) as bad, DialectEngine(dialect, ERROR_BETWEEN) as other:
         front = await start_front(bad.url, other.url, **beside(bad, other))
         learnt: list[float] = []
-        front.cluster._learning.answered = lambda in_flight, tokens: learnt.append(tokens)  # type: ignore[method-assign]
+        front.cluster.calls.on_answered.append(lambda in_flight, tokens: learnt.append(tokens))
         status, body = await answer(front, stream=True)
         assert status == 200
         assert body.startswith(dialect.opening + dialect.pieces[0] + dialect.error_between)

@@ -247,7 +247,7 @@ def settings(*engines: LyingEngine | FakeEngine, answer_s: float = 0.6) -> Engin
 
 async def check_nothing_is_left(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     await until(lambda: not front.cluster.scheduler.requests)
-    assert not front.cluster._in_flight
+    assert not front.cluster.calls._in_flight
     assert all(not handle.running for handle in front.cluster.fleet.handles.values())
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
     assert all(record.getMessage().isprintable() for record in caplog.records)
@@ -315,7 +315,7 @@ async def test_nothing_is_learnt_from_a_stream_that_ends_in_mid_answer(start_fro
     async with LyingEngine(chunked(TOKEN, headers=EVENTS)) as engine:
         front = await start_front(engine.url, engines=settings(engine))
         learnt: list[float] = []
-        front.cluster._learning.answered = lambda in_flight, tokens: learnt.append(tokens)  # type: ignore[method-assign]
+        front.cluster.calls.on_answered.append(lambda in_flight, tokens: learnt.append(tokens))
         assert await ask(front, stream=True) == (200, "engine_failed")
         engine.answer = chunked(TOKEN, FINISH, headers=EVENTS)
         assert await ask(front, stream=True) == (200, "done")

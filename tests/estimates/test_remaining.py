@@ -13,7 +13,7 @@ from reader import Reader
 
 from llmserve.calls.in_flight import InFlightCall, Receipt
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.estimates.remaining import remaining_s
+from llmserve.estimates.estimator import remaining_s
 from llmserve.gateway.parse import PREDICTED_HEADER
 from llmserve.request import Request
 from llmserve.scheduling.engines import OVERDUE_SHARE

@@ -13,8 +13,9 @@ from calls import a_call
 from reader import Reader
 
 from llmserve.calls.in_flight import InFlightCall
-from llmserve.forecasts.learning import SLICE_S, TEMPLATES_SHARE, WAITING_MAX, WORDS_SHARE, Learning, Sample
 from llmserve.forecasts.lengths import Taught
+from llmserve.forecasts.loops import LEARN_SLICE_S, WAITING_MAX, LearningLoop
+from llmserve.forecasts.sample import TEMPLATES_SHARE, WORDS_SHARE, Sample
 from predictor.prompt import Prompt
 
 
@@ -44,8 +45,8 @@ class Clock:
         return True
 
 
-def learning(clock: Clock, learnt: Callable[[], None] = lambda: None) -> Learning:
-    return Learning(clock.learn, learnt, clock)
+def learning(clock: Clock, learnt: Callable[[], None] = lambda: None) -> LearningLoop:
+    return LearningLoop(clock.learn, learnt, clock)
 
 
 def test_every_answer_teaches_its_words_while_there_is_time() -> None:
@@ -92,7 +93,7 @@ async def test_templates_and_words_take_their_shares_of_the_time(gap_s: float) -
 
 
 async def test_answers_are_learnt_after_what_was_ready_and_in_slices() -> None:
-    clock, order = Clock(words_s=SLICE_S / 2), []
+    clock, order = Clock(words_s=LEARN_SLICE_S / 2), []
     learns = learning(clock)
     for number in range(6):
         learns.answered(SimpleNamespace(number=number), 1.0)  # type: ignore[arg-type]
@@ -123,7 +124,7 @@ async def test_an_answer_that_cannot_be_learnt_stops_nothing() -> None:
             raise RuntimeError("no length")
         return True
 
-    learns = Learning(learn, lambda: learnt.append(1), clock)
+    learns = LearningLoop(learn, lambda: learnt.append(1), clock)
     in_flight = InFlightCall(a_call("/v1/completions", b"{}", Prompt("hello"), stream=False), 1, Reader())
     for tokens in (1.0, -1.0, 2.0):
         learns.answered(in_flight, tokens)

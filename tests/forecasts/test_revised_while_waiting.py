@@ -18,8 +18,10 @@ from reader import Reader, submitted
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.forecasts.lengths import Forecasts
 from llmserve.forecasts.revisions import Revisions
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import BatchEnded, Event, ForecastsRevised, RequestEnded, StartBatch
@@ -86,7 +88,7 @@ class Broken(Oracle):
 async def cluster_of(forecaster: Any, engine: FakeEngine, **settings: Any) -> AsyncIterator[LiveCluster]:
     header = Header(SchedulingConfig(**settings).resolved(barrier=False))
     engines = [OpenAIEngine(EngineInfo("gpu", 1, False), engine.url)]
-    cluster = LiveCluster(header.scheduler(), engines, Journal(header), forecaster=forecaster)  # type: ignore[arg-type]
+    cluster = LiveCluster(header.scheduler(), Fleet(engines), Journal(header), forecasts=Forecasts(forecaster))
     cluster.start()
     await until(lambda: all(cluster.engines_ready.values()))
     try:

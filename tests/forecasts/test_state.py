@@ -25,13 +25,13 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from server_process import Server, failed_start
 
 from bins.edges import equal_mass_edges
+from llmserve.calls.origins import Origin, Origins
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
-from llmserve.forecasts.saving import Saver
+from llmserve.forecasts.saver import Saver
 from llmserve.forecasts.state_file import StateFile, decoded, encoded, opened
 from llmserve.gateway.parse import PREDICTED_HEADER
 from llmserve.live import journal
-from llmserve.live.routes import Origin, origins_of
 from llmserve.server.serving import serving
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.policies import SchedulingConfig
@@ -41,7 +41,7 @@ from predictor.prompt import Prompt
 
 
 def forecaster_of(front: Front) -> Forecaster:
-    forecaster = front.cluster.lengths._forecaster
+    forecaster = front.cluster.forecasts._forecaster
     assert isinstance(forecaster, Forecaster)
     return forecaster
 
@@ -137,7 +137,7 @@ async def test_an_operator_sees_what_was_learnt_and_when_it_was_saved(
             await ask(front, engine, 0, tokens)
         async with front.post(headers={PREDICTED_HEADER: "7"}) as response:
             await response.read()
-        await until(lambda: front.cluster.lengths.learnt == 3)
+        await until(lambda: front.cluster.forecasts.learnt == 3)
         before = await metrics_of(front)
         while not before["llmserve_state_failures_total"]:
             before = await metrics_of(front)
@@ -175,11 +175,11 @@ async def test_forecasts_after_a_restart_are_those_before(tmp_path: Path) -> Non
             await teach(first, engine)
             prompts = [Prompt(text_of(kind), "fake") for kind in range(5)]
             before = [(await forecaster_of(first).forecast(prompt)).lengths for prompt in prompts]
-            sizes = first.cluster.prompt_tokens.state()
+            sizes = first.cluster.forecasts.prompt_tokens.state()
         async with AsyncExitStack() as stack:
             second = await servers.start(stack)
             assert [(await forecaster_of(second).forecast(prompt)).lengths for prompt in prompts] == before
-            assert str(second.cluster.prompt_tokens.state()) == str(sizes)
+            assert str(second.cluster.forecasts.prompt_tokens.state()) == str(sizes)
             predicted = [await ask(second, engine, kind) for kind in range(4)]
     assert predicted == pytest.approx([10, 20, 30, 40], abs=1), "the first server had learnt something"
 
@@ -562,6 +562,8 @@ async def test_a_disk_that_is_full_is_reported_once_until_it_has_room(
 
 @pytest.mark.parametrize("rows", [None, {}, [1], [["a", "b"]], [["a", "b", 3]], [["a", "b", "c", "d"]]])
 def test_a_state_of_other_responses_is_refused_as_a_whole(rows: Any) -> None:
+    origins = Origins()
     with pytest.raises(ValueError, match="responses"):
-        origins_of({"responses": rows})
-    assert origins_of({"responses": [["resp_1", "engine", "alice"]]}) == {"resp_1": Origin("engine", "alice")}
+        origins.restore({"responses": rows})
+    origins.restore({"responses": [["resp_1", "engine", "alice"]]})
+    assert origins.get("resp_1") == Origin("engine", "alice")

@@ -65,7 +65,7 @@ async def test_a_conversation_with_tools_passes_unchanged(start_front: StartFron
     if turns is CLAUDE:
         assert all(headers.items() <= dict(sent).items() for _, _, sent in got)
     assert output_tokens(front) == [turn.tokens for turn in turns]
-    sizes = front.cluster.prompt_tokens.state()["sums"]
+    sizes = front.cluster.forecasts.prompt_tokens.state()["sums"]
     assert sizes[0][1] == pytest.approx(2 * 900 + (8 if turns is CLAUDE else 0), rel=0.01)  # with the prompt cache's
 
 

@@ -159,7 +159,7 @@ async def test_lengths_of_answers_are_learnt_of_every_endpoint(
         for _ in range(3):
             async with front.session.post(front.url + path, json={**fields, "stream": stream}) as response:
                 await response.read()
-        await until(lambda: front.cluster.lengths.learnt == 3)
+        await until(lambda: front.cluster.forecasts.learnt == 3)
         async with front.session.post(front.url + path, json=fields) as response:
             await response.read()
     requests = arrived(front)
@@ -177,9 +177,9 @@ async def test_prompts_take_slots_and_teach_nothing(start_front: StartFront) -> 
         bodies = [(path, body) for path, body in PROMPTS.items() if "model" in body]
         await asyncio.gather(*[read(front, path, body) for path, body in bodies * 2])
         assert engine.running_max == 1
-        assert front.cluster.lengths.learnt == 0
+        assert front.cluster.forecasts.learnt == 0
         assert front.cluster.scheduler.queues("fake").service.answers == before
-        assert not front.cluster.lengths.sources
+        assert not front.cluster.forecasts.sources
         requests = arrived(front)
         assert {request.model for request in requests} == {f"fake {path}" for path, _ in bodies}
         assert {request.choices for request in requests} == {0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 
 
 class Front:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmserve.calls.in_flight import Head, InFlightCall, Receipt
 from llmserve.errors import RequestError
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.request import Call
 
 
@@ -46,7 +46,7 @@ class Reader:
 
 def submitted(cluster: LiveCluster, call: Call) -> tuple[InFlightCall, Reader]:
     reader = Reader()
-    return cluster.submit(call, reader), reader
+    return cluster.calls.submit(call, reader), reader
 
 
 async def answered(cluster: LiveCluster, call: Call) -> Any:

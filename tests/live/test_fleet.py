@@ -26,7 +26,8 @@ from worlds.invariants import check
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.process import EngineProcess
 from llmserve.engines.timed.server import FakeEngine, FakePace, Fault
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.engine_state import EngineState, Health
 from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.request import Call, EngineInfo
@@ -72,7 +73,7 @@ async def ask(front: Front, *, stream: bool, **fields: Any) -> str:
 
 
 def state(front: Front, name: str) -> str:
-    return front.cluster.fleet.handles[name].state
+    return front.cluster.fleet.handles[name].word
 
 
 def name_of(url: str) -> str:
@@ -213,11 +214,11 @@ async def test_only_the_admin_key_gives_orders(start_front: StartFront, tmp_path
         assert (await send_order(front, name, "drain", key="guess"))[0] == 401
         assert (await send_order(front, "nobody", "drain"))[0] == 404
         handle = front.cluster.fleet.handles[name]
-        handle.up = False
+        handle.state = EngineState(Health.DOWN)
         assert (await send_order(front, name, "drain"))[0] == 400, (
             "the engine is down and would be used when it is back"
         )
-        handle.up = True
+        handle.state = EngineState(Health.UP)
         assert (await send_order(front, name, "explode"))[0] == 404
         assert (await send_order(front, name, "restart"))[0] == 400, "llmserve did not start this engine"
         assert state(front, name) == "ready"
@@ -260,7 +261,7 @@ async def test_a_rolling_restart_under_load_loses_no_request(start_front: StartF
 @asynccontextmanager
 async def cluster_of(*engines: OpenAIEngine) -> AsyncIterator[LiveCluster]:
     header = Header(SchedulingConfig().resolved(barrier=False))
-    cluster = LiveCluster(header.scheduler(), list(engines), Journal(header), config=LiveConfig(probe_every_s=0.05))
+    cluster = LiveCluster(header.scheduler(), Fleet(engines, LiveConfig(probe_every_s=0.05)), Journal(header))
     cluster.start()
     try:
         await until(lambda: all(cluster.engines_ready.values()))
@@ -281,9 +282,9 @@ async def test_llmserves_own_engine_is_restarted_on_order_when_it_is_empty() -> 
             _, reader = submitted(cluster, call())
             (handle,) = cluster.fleet.handles.values()
             first_pid = process.pid
-            cluster.fleet.begin_restart(handle)
-            cluster.fleet.begin_restart(handle)  # a second order changes nothing
-            assert (handle.state, handle.ready) == ("restarting", False)
+            cluster.fleet.restart(handle)
+            cluster.fleet.restart(handle)  # a second order changes nothing
+            assert (handle.word, handle.ready) == ("restarting", False)
             assert (await reader.head()).status == 200
             await until(lambda: cluster.engines_ready["mine"])
             assert process.pid != first_pid
@@ -387,8 +388,8 @@ async def test_a_conversation_stays_with_the_engine_that_has_its_prefix(start_fr
 async def test_a_fleet_closes_although_an_engine_is_probed_early_at_that_moment(steps: int) -> None:
     async with FakeEngine(step_s=0) as fake:
         engine = OpenAIEngine(EngineInfo("mine", 8, False), fake.url)
-        fleet = Fleet([engine], LiveConfig(), notify=lambda event: None, on_lost=lambda handle: None)
-        fleet.start()
+        fleet = Fleet([engine])
+        fleet.start(lambda event: None)
         (handle,) = fleet.handles.values()
         await until(lambda: handle.up)
         await asyncio.sleep(0.01)  # the watch waits for its next probe
@@ -423,6 +424,6 @@ async def test_after_thousands_of_disconnects_at_any_moment_no_request_is_left(s
         await until(lambda: not front.cluster.scheduler.requests)
         await until(lambda: first.running == second.running == 0)
         check(front.cluster.scheduler)
-        assert not front.cluster._in_flight
+        assert not front.cluster.calls._in_flight
         assert [len(handle.running) for handle in front.cluster.fleet.handles.values()] == [0, 0]
         assert [state.total_tokens for state in front.cluster.scheduler.engines.values()] == [0, 0]

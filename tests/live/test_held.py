@@ -59,7 +59,7 @@ async def test_requests_that_come_while_llmserve_restarts_the_only_engine_wait_f
         async with cluster_of(engine) as cluster:
             running = asyncio.ensure_future(answered(cluster, call()))
             await until(lambda: bool(cluster.fleet.handles["e"].running))
-            cluster.fleet.begin_restart(cluster.fleet.handles["e"])
+            cluster.fleet.restart(cluster.fleet.handles["e"])
             later = [asyncio.ensure_future(answered(cluster, call())) for _ in range(5)]
             heads = await asyncio.gather(running, *later)
             events = [step.event for step in cluster.journal.steps]

@@ -9,14 +9,13 @@ from typing import Any
 
 from llmserve.engines.engine import Health, ServedModel
 from llmserve.engines.openai import OpenAIEngine
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.live.known_models import KnownModels, Listed
 from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo
 from llmserve.settings.policies import SchedulingConfig
-from llmserve.settings.tree import LiveConfig
 
 
 def listed(**contexts_tokens: int | None) -> Listed:
@@ -118,18 +117,14 @@ def lists(kind: str, count: int) -> Health:
 def probe_operations(fleet: Fleet, count: int) -> int:
     """Operations of a probe that finds `count` new models on the first engine."""
     for handle in fleet.handles.values():
-        fleet._update(handle, lists("old", count))
+        fleet._answered(handle, lists("old", count))
     first, *_ = fleet.handles.values()
-    return operations(partial(fleet._update, first, lists("new", count)))
+    return operations(partial(fleet._answered, first, lists("new", count)))
 
 
 def watched(engines: int) -> Fleet:
-    """A fleet whose messages are dropped."""
-
-    def drop(_: object) -> None:
-        pass
-
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), notify=drop, on_lost=drop)
+    """A fleet whose events are dropped."""
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)])
 
 
 def test_four_times_as_many_new_models_take_four_times_as_long() -> None:
@@ -143,7 +138,8 @@ def test_the_time_for_one_engines_models_does_not_depend_on_other_engines() -> N
 def test_the_whole_server_takes_four_times_as_long_for_four_times_as_many_new_models() -> None:
     def operations_for(count: int) -> int:
         header = Header(SchedulingConfig().resolved(barrier=False))
-        cluster = LiveCluster(header.scheduler(), [Lists("gpu0")], Journal(header))
+        cluster = LiveCluster(header.scheduler(), Fleet([Lists("gpu0")]), Journal(header))
+        cluster.fleet._notify = cluster.driver.step
         Metrics(cluster, 8)
         return probe_operations(cluster.fleet, count)
 

@@ -19,8 +19,10 @@ from reader import answered, submitted
 from llmserve.engines.engine import EngineError
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.timed.server import FakeEngine, Fault
+from llmserve.forecasts.lengths import Forecasts
 from llmserve.live import journal
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal, Step
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
@@ -101,7 +103,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         engine = OpenAIEngine(EngineInfo("e", 8, False), fake.url)
         header = Header(SchedulingConfig(bins=2, edges=(100.0,)).resolved(barrier=False))
         forecaster = Forecaster(Table(), OnlineLearner(), budget_s=0.5)
-        cluster = LiveCluster(header.scheduler(), [engine], Journal(header), forecaster=forecaster)
+        cluster = LiveCluster(header.scheduler(), Fleet([engine]), Journal(header), forecasts=Forecasts(forecaster))
         cluster.start()
         await until(lambda: all(cluster.engines_ready.values()))
         assert (await submit(cluster, "300", output_tokens_max=50)).receipt.predicted_tokens == 50
@@ -111,7 +113,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         assert (await submit(cluster, "30000")).receipt.bin == 1
         for prompt in ("slow", "broken"):  # both fall back on the observed lengths: 4 tokens each
             assert (await submit(cluster, prompt)).receipt.predicted_tokens == pytest.approx(4, rel=0.05)
-        assert dict(cluster.lengths.fallbacks) == {"slow": 1, "failed": 1}
+        assert dict(cluster.forecasts.fallbacks) == {"slow": 1, "failed": 1}
         await cluster.close()
 
 
@@ -121,7 +123,7 @@ async def test_a_call_that_is_cancelled_leaves_its_engine_and_hears_no_more(star
         call = a_call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
         in_flight, reader = submitted(front.cluster, call)
         await until(lambda: engine.running == 1)
-        front.cluster.cancel(in_flight)
+        front.cluster.calls.cancel(in_flight)
         await until(lambda: engine.running == 0 and not front.cluster.scheduler.requests)
         assert (reader.chunks, reader.error) == ([], None)
 

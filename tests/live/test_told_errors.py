@@ -75,7 +75,7 @@ async def ends(front: Front) -> list[RequestEnded]:
 
 def learnt(front: Front) -> list[float]:
     lengths: list[float] = []
-    front.cluster._learning.answered = lambda in_flight, tokens: lengths.append(tokens)  # type: ignore[method-assign]
+    front.cluster.calls.on_answered.append(lambda in_flight, tokens: lengths.append(tokens))
     return lengths
 
 

@@ -167,7 +167,7 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
 
         asking = [asyncio.ensure_future(status()) for _ in range(12)]
         await until(lambda: len(first.cluster.scheduler.requests) >= 3)
-        await first.cluster.abort()
+        first.cluster.abort()
         assert set(await asyncio.gather(*asking)) == {200}
     assert {request.engine for request in ends(door)} == {
         front.url.removeprefix("http://") for front in (first, second)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmserve.errors import ConfigError
-from llmserve.estimates.wanted import DOWN_AFTER_S
+from llmserve.estimates.engines_wanted import DOWN_AFTER_S
 from llmserve.machines.cluster_file import ClusterFile, read_cluster
 from llmserve.machines.layout import owners
 from llmserve.machines.scaling import Scaling

@@ -25,7 +25,8 @@ from llmserve.commands.simulate import Scenario, simulate
 from llmserve.engines.power import GpuEnergy
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.energy import EnergyMeter, MeasuredEnergy
 from llmserve.observe.metrics import Metrics
@@ -124,7 +125,7 @@ class Scraped:
     def __init__(self, *meters: EnergyMeter, energy_known: bool = True) -> None:
         self.now_s = 0.0
         header = Header(SchedulingConfig().resolved(barrier=True))
-        cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: self.now_s)
+        cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: self.now_s)
         self.metrics = Metrics(cluster, 8, meters, energy_known=energy_known)
         self._journal = cluster.journal
 

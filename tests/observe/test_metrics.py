@@ -1,7 +1,8 @@
 """The counters in /metrics, for given journals."""
 
 from llmserve.engines.engine import ServedModel
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.request_counts import BATCHES_STORED
@@ -28,7 +29,7 @@ from llmserve.settings.policies import SchedulingConfig
 def started(*batches: tuple[int, int]) -> str:
     """The metrics after these batches (id, request) have started in this order."""
     header = Header(SchedulingConfig().resolved(barrier=True))
-    cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
+    cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
     metrics = Metrics(cluster, 8)
     for batch_id, request_id in batches:
         batch = Batch(batch_id, 0, (Request(request_id),), 0.0, 2)
@@ -91,7 +92,7 @@ class Scraped:
 
     def __init__(self) -> None:
         header = Header(SchedulingConfig().resolved(barrier=True))
-        cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
+        cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
         self.metrics = Metrics(cluster, 8)
         self._journal = cluster.journal
         self._fleet = cluster.fleet

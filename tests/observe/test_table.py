@@ -8,7 +8,8 @@ from typing import Any
 
 from bins.dispatch import DispatchSolver, Objective, Observed
 from bins.profile import resolve
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.counters import Families
 from llmserve.observe.energy import ModelledEnergy
@@ -24,7 +25,7 @@ def text_of_everything() -> str:
     """/metrics of a server with a plan, energy, a state, keys, connections and jobs."""
     scheduling = SchedulingConfig(release="table").resolved(barrier=True)
     header, profile = Header(scheduling), resolve("p4-googlenet")
-    cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
+    cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
     families = Families(TABLE)
     KeyUsage(lambda: cluster.models, families)
     saver: Any = SimpleNamespace(last=SimpleNamespace(at_s=1.0, seconds=0.1, size=10), failures=0)

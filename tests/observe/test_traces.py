@@ -133,7 +133,7 @@ async def test_a_request_that_the_queue_refuses_ends_its_trace(start_front: Star
         assert await ask(front, max_tokens=1) == 200
         await until(lambda: len(collector.spans) == 3)
         collector.spans.clear()
-        front.cluster.notify(DrainRequested())
+        front.cluster.driver.step(DrainRequested())
         assert await ask(front) == 503
         await until(lambda: len(collector.spans) == 2)
     door = collector.spans["POST /v1/chat/completions"]

@@ -14,14 +14,14 @@ LEFT = PlannedGroup("left", 1, ("m",), workers=("w",))
 RIGHT = PlannedGroup("right", 1, ("n",), workers=("w",))
 
 
-class Cluster:
-    """A cluster as a regrouper sees it: a journal, and a method that takes plans."""
+class Driver:
+    """A driver as a regrouper sees it: a journal, and a method that takes plans."""
 
     def __init__(self) -> None:
         self.journal = Journal(Header(SchedulingConfig().resolved(barrier=True)))
         self.told: list[Event] = []
 
-    def notify(self, event: Event) -> None:
+    def step(self, event: Event) -> None:
         self.told.append(event)
 
     async def rates_are(self, *rates: tuple[str, str, float]) -> None:
@@ -33,12 +33,12 @@ def regrouped(replan: Callable[[Rates], Planned], *reports: Rates) -> list[Event
     """The events that a cluster gets when these rates come one after the other."""
 
     async def run() -> list[Event]:
-        cluster = Cluster()
-        regrouper = Regrouper(cluster, (LEFT,), (ServingGroup("left", ("w",), ("m",)),), replan)  # type: ignore[arg-type]
+        driver = Driver()
+        regrouper = Regrouper(driver, (LEFT,), (ServingGroup("left", ("w",), ("m",)),), replan)  # type: ignore[arg-type]
         for rates in reports:
-            await cluster.rates_are(*rates)
+            await driver.rates_are(*rates)
         await regrouper.close()
-        return cluster.told
+        return driver.told
 
     return asyncio.run(run())
 

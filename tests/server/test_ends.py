@@ -116,7 +116,7 @@ async def test_a_request_whose_body_is_on_its_way_at_the_end_is_refused(start_se
 async def test_a_request_that_arrives_after_the_end_of_the_drain_is_refused(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
-        await front.cluster.abort()
+        front.cluster.abort()
         async with front.post() as response:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
 
@@ -128,7 +128,7 @@ async def test_a_request_whose_head_came_before_the_end_and_its_body_after_is_re
         body = b'{"model": "fake", "prompt": "hello"}'
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
         await asyncio.sleep(0.1)
-        await front.cluster.abort()
+        front.cluster.abort()
         writer.write(body)
         answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
         writer.close()

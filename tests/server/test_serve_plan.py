@@ -124,7 +124,7 @@ async def test_a_plan_that_changes_under_load_loses_no_request_and_runs_none_twi
         for ended, groups in zip((10, 20, 30, 40, 50), (swapped, merged, swapped, (), merged), strict=True):
             await until(partial(over, ended))
             assert front.cluster.scheduler.waiting, "some requests must wait"
-            front.cluster.notify(PlanChanged(groups))
+            front.cluster.driver.step(PlanChanged(groups))
             check(front.cluster.scheduler)
             asking += [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(4)]
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}

@@ -60,11 +60,14 @@ class Clock:
 
 
 class Times:
-    """Waiting requests start in as many seconds as their id says, and run for 7 s. one_more_s : `next_s` of all"""
+    """Waiting requests start in as many seconds as their id says, and run for 7 s.
+
+    one_more_s : `next_start_s` of all
+    """
 
     one_more_s: float | None = None
 
-    def next_s(self, request: Request) -> float | None:
+    def next_start_s(self, request: Request) -> float | None:
         return self.one_more_s
 
     def start_s(self, call: InFlightCall) -> float | None:

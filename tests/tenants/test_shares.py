@@ -13,7 +13,7 @@ from front import Front, StartFront
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import BadRequest
-from llmserve.live.driver import LiveCluster
+from llmserve.live.calls import Calls
 from llmserve.request import Call
 from llmserve.settings.tree import ApiConfig, ServerConfig
 from llmserve.tenants.key_file import KeyPolicy
@@ -33,13 +33,13 @@ def keys(tmp_path: Path, of_alice: str = "") -> ServerConfig:
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     calls: list[Call] = []
-    submit = LiveCluster.submit
+    submit = Calls.submit
 
-    def watched(self: LiveCluster, call: Call, *more: Any) -> Any:
+    def watched(self: Calls, call: Call, *more: Any) -> Any:
         calls.append(call)
         return submit(self, call, *more)
 
-    monkeypatch.setattr(LiveCluster, "submit", watched)
+    monkeypatch.setattr(Calls, "submit", watched)
     return calls
 
 

@@ -27,7 +27,7 @@ from llmserve.jobs.run.item_queue import ItemQueue, Shapes, arranged
 from llmserve.jobs.run.jsonl import answer_row, answer_tokens, line_of, refusal_row, row_id
 from llmserve.jobs.run.local_file import Numbered, results_of
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 
 log = logging.getLogger("llmserve")
 
@@ -151,7 +151,7 @@ class LocalRun:
                 draft = Draft(ENDPOINTS[request.url], body=bytes(request.body), background=True)
                 draft.after_tokens = handed.after_tokens
                 admission.read(draft)
-                cluster.submit(admission.decide(draft), client)
+                cluster.calls.submit(admission.decide(draft), client)
             except RequestError as error:
                 self.refused(handed.number, error)
             except Exception as error:

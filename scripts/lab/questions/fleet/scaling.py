@@ -8,7 +8,7 @@ of 17 engines arrives; the deadline is 60 s. The number of engines is asked for 
 start; one that is stopped first ends what it runs. Starting and stopping count as engine time.
 
     all          24 engines, always
-    wanted       llmserve/estimates/wanted.py: up at once, down after 300 s
+    wanted       llmserve/estimates/engines_wanted.py: up at once, down after 300 s
     at once      the same number, down at once as well
     utilisation  busy slots over slots, aimed at 80 %, as autoscalers do by default; down after 300 s
 """
@@ -27,7 +27,7 @@ from kit.progress import log
 from kit.results import day_and_machine, rounded, write_json
 from kit.tables import markdown
 
-from llmserve.estimates.wanted import DOWN_AFTER_S, Load, Wanted
+from llmserve.estimates.engines_wanted import DOWN_AFTER_S, Load, Wanted
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineClosed, EngineLost, EngineReady, Event, FailRequest, RequestEnded
 from llmserve.settings.policies import SchedulingConfig

@@ -38,7 +38,8 @@ from llmserve.engines.engine import Health, ServedModel
 from llmserve.gateway.app import App
 from llmserve.http.connection import Connection
 from llmserve.http.server import DoorLimits, Server, listening_socket
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo
@@ -158,7 +159,7 @@ def traces_of(variant: str, cluster: LiveCluster, metrics: Metrics) -> Any:
 async def one_turn(variant: str, requests: int, repetitions: int) -> float:
     """Least processor microseconds of a request, over the repetitions."""
     header = Header(SchedulingConfig().resolved(barrier=False))
-    cluster = LiveCluster(header.scheduler(), [StubEngine()], Journal(header))
+    cluster = LiveCluster(header.scheduler(), Fleet([StubEngine()]), Journal(header))
     metrics = Metrics(cluster, 8)
     traces = traces_of(variant, cluster, metrics)
     more = {"traces": traces} if traces is not None else {}

@@ -28,7 +28,7 @@ from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import RequestError
 from llmserve.gateway.bodies import BodyLimits
 from llmserve.gateway.parse import parse_call
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
 from llmserve.observe.watch import Watch
 from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
@@ -59,7 +59,7 @@ def fill(cluster: LiveCluster, requests: int) -> None:
     for number in range(requests):
         body = {"model": "fake", "messages": [{"role": "user", "content": f"Say {number}."}], "max_tokens": 4_000}
         call = parse_call("/v1/chat/completions", msgspec.json.encode(body), BodyLimits(prompt_chars_max=10_000))
-        cluster.submit(call, Unread())
+        cluster.calls.submit(call, Unread())
 
 
 def snapshot_cost(cluster: LiveCluster, repeats: int) -> dict[str, float]:

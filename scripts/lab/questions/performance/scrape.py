@@ -16,7 +16,8 @@ from kit.results import machine, write_json
 from kit.rows import Row
 from kit.tables import cells, show
 
-from llmserve.live.driver import LiveCluster
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.metrics import Metrics
 from llmserve.request import EngineInfo, Request
@@ -32,7 +33,7 @@ class Server:
 
     def __init__(self, streams: int, engines: int) -> None:
         header = Header(SchedulingConfig().resolved(barrier=False))
-        self._cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=time.monotonic)
+        self._cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=time.monotonic)
         self.metrics = Metrics(self._cluster, 8)
         self._streams, self._next_id = streams, 0
         self._running: list[tuple[str, int]] = []  # engine and request

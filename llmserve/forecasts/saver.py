@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmserve.runtime.lasting import lasting
+from predictor.state import Saving
 
 log = logging.getLogger("llmserve")
 
 SAVE_EVERY_S = 60.0
-
-Saving = Generator[None, None, dict[str, Any]]
-"""Makes a state in short slices, with a `yield` after each; returns the state (predictor/state.py)."""
 
 
 class States(Protocol):

@@ -1,15 +1,6 @@
-"""Learns from the lengths of answers on the event loop, between other work, in a bounded share of its time.
+"""Learning and revising on the event loop, in slices between other work.
 
-An answer teaches its template and its application, which is cheap, and its words, which costs several times more. So
-under load only a sample of the answers teaches templates, and only a sample of these teaches words:
-
-    c   seconds that the templates, or the words, of an answer take
-    g   seconds between two answers that may be in the sample
-    s   TEMPLATES_SHARE or WORDS_SHARE
-    p   share of these answers that are in the sample, min(1, s g / c): this takes the share s of the time
-
-The answers of a sample are spread evenly, so they are a fair sample even of a batch that ends as a whole, in order of
-length. Each counts as one answer: the window of examples then covers a longer time.
+What is learnt is lengths.py's, which answers teach is sample.py's, and which forecasts are revised is revisions.py's.
 """
 
 from __future__ import annotations
@@ -23,47 +14,20 @@ from collections.abc import Callable
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.calls.log_fields import about
 from llmserve.forecasts.lengths import Taught
+from llmserve.forecasts.revisions import Revisions
+from llmserve.forecasts.sample import TEMPLATES_SHARE, WORDS_SHARE, Sample
+from llmserve.scheduling.messages import ForecastsRevised
 
-# Some 200 answers a second, more than a large model gives on one GPU, are all learnt in these shares.
-TEMPLATES_SHARE = 0.01
-WORDS_SHARE = 0.02
-SLICE_S = 0.0005  # others run after it
+LEARN_SLICE_S = 0.0005  # others run after it
 WAITING_MAX = 1_000  # answers that wait to be learnt
-COST_S_MAX = 0.001  # a longer time was not the learner's
-GAP_S_MAX = 1.0  # a longer silence says nothing about the next burst
-MEMORY = 256  # answers after which an observation's weight has fallen to a third
+REVISE_SLICE_S = 0.0002  # forecasts are revised for this time; then the scheduler gets them
+REVISE_PAUSE = 4  # in units of a slice and its step: revising takes at most a fifth of the event loop
 
 log = logging.getLogger("llmserve")
 
 
-class Sample:
-    """Decides which answers teach. share : of the time that teaching may take"""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._gap_s, self._cost_s = GAP_S_MAX, 0.0  # means, g and c
-        self._last_s: float | None = None
-        self._due = 0.0  # sum of p, less the answers of the sample
-
-    def includes(self, now_s: float) -> bool:
-        """Whether the next answer teaches. now_s : when it is learnt"""
-        if self._last_s is not None:
-            self._gap_s += (min(now_s - self._last_s, GAP_S_MAX) - self._gap_s) / MEMORY
-        self._last_s = now_s
-        self._due += min(1.0, self._share * self._gap_s / self._cost_s) if self._cost_s else 1.0
-        if self._due < 1.0:
-            return False
-        self._due -= 1.0
-        return True
-
-    def took(self, seconds: float) -> None:
-        """Count an answer that taught. seconds : that it took, >= 0"""
-        seconds = min(seconds, COST_S_MAX)
-        self._cost_s += (seconds - self._cost_s) / MEMORY if self._cost_s else seconds
-
-
-class Learning:
-    """Learns from answers, in slices, after the tasks that were ready before.
+class LearningLoop:
+    """Learning from answers, in slices, after the tasks that were ready before.
 
     learn   learns from an answer's tokens what it teaches. True when other forecasts may change now
     learnt  called after each such answer
@@ -101,7 +65,7 @@ class Learning:
             self._one()
 
     def _some(self) -> None:
-        ends_s = self._clock() + SLICE_S
+        ends_s = self._clock() + LEARN_SLICE_S
         while self._answers and self._clock() < ends_s:
             self._one()
         self._next = asyncio.get_running_loop().call_soon(self._some) if self._answers else None
@@ -125,3 +89,41 @@ class Learning:
                 self._learnt()
         except Exception:  # the request has ended, whether or not its length was learnt
             log.exception("a length was not learnt", extra=about(in_flight))
+
+
+class RevisionLoop:
+    """Rounds of revisions, in slices of less than a millisecond.
+
+    revisions : what to revise.  step : gives the scheduler an event
+    """
+
+    def __init__(self, revisions: Revisions, step: Callable[[ForecastsRevised], None]) -> None:
+        self._revisions = revisions
+        self._step = step
+        self._next: asyncio.Handle | None = None
+
+    def learnt(self) -> None:
+        """Count a learnt answer, and begin a round if enough has been learnt."""
+        self._revisions.learnt()
+        if self._next is None and self._revisions.pending:
+            self._next = asyncio.get_running_loop().call_soon(self._revise)
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    def _revise(self) -> None:
+        """Revise one slice, and come back after a pause while the round goes on."""
+        began_s = time.perf_counter()
+        self._next = None
+        try:
+            revised = self._revisions.some(lambda: time.perf_counter() < began_s + REVISE_SLICE_S)
+        except Exception:  # requests keep the forecasts that they have
+            log.exception("the forecasts of waiting requests were not revised")
+            self._revisions.give_up()
+            return
+        if revised:
+            self._step(ForecastsRevised(revised))
+        if self._revisions.pending:
+            pause_s = REVISE_PAUSE * (time.perf_counter() - began_s)
+            self._next = asyncio.get_running_loop().call_later(pause_s, self._revise)

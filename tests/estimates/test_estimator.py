@@ -1,29 +1,49 @@
 """Places in the queue: by share, batch and order, and the wait that follows from them."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+from calls import a_call
 
-from llmserve.estimates.position import KEPT_S, Places
+from llmserve.calls.in_flight import InFlightCall, Receipt
+from llmserve.engines.engine import ServedModel
+from llmserve.estimates.estimator import KEPT_S, Estimator, in_turn
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineLost, EngineReady, RequestArrived, RequestEnded
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
+from predictor.prompt import Prompt
+
+NOBODY: Any = None  # the client of calls that are never answered
 
 
-class Clock:
-    """Stands for the live cluster."""
+class Engines:
+    """The engines of a scheduler's cluster, at a time that a test sets, with calls that end in these seconds."""
 
-    def __init__(self, *remaining_s: float) -> None:
+    models = MappingProxyType[str, ServedModel]({})
+
+    def __init__(self, scheduler: Scheduler, *ends_s: float) -> None:
         self.at_s = 0.0
-        self.remaining_s = list(remaining_s)
+        self.estimator = Estimator(scheduler, self, lambda: self.at_s)
+        self._scheduler, self._ends_s = scheduler, ends_s
 
-    def now_s(self) -> float:
-        return self.at_s
+    def slots_of(self, model: str) -> int:
+        return 1
 
-    def remaining_s_of(self, model: str) -> list[float]:
-        return self.remaining_s
+    def running_on(self, queue: str) -> list[InFlightCall]:
+        per_token_s = self._scheduler.queues("").service.seconds_per_token
+        return [self._just_begun(end_s / per_token_s) for end_s in self._ends_s]
+
+    def _just_begun(self, tokens: float) -> InFlightCall:
+        begun = InFlightCall(a_call("/v1/completions", b"", Prompt("", "")), 0, NOBODY)
+        begun.request, begun.arrived_at_s = Request(0, tokens), self.at_s
+        begun.receipt = Receipt(0, 0, 1, "gpu0", 0.0, tokens)
+        return begun
+
+
+def estimator_of(scheduler: Scheduler, *ends_s: float) -> Estimator:
+    return Engines(scheduler, *ends_s).estimator
 
 
 def scheduler_of(order: str = "fffs", **config: Any) -> Scheduler:
@@ -44,15 +64,19 @@ def call(request_id: int) -> Any:
 
 
 def order_of(scheduler: Scheduler) -> list[int]:
-    return [queued.request.id for queued in Places(scheduler, Clock()).in_turn(scheduler.queues(""))]
+    return [queued.request.id for queued in in_turn(scheduler.queues(""), scheduler.order)]
 
 
 def test_a_running_request_has_no_place_and_the_others_count_from_one() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 1)
     arrive(scheduler, 2)
-    places = Places(scheduler, Clock())
-    assert [place and place.position for place in (places.of(call(number)) for number in (0, 1, 2))] == [None, 1, 2]
+    estimator = estimator_of(scheduler)
+    assert [place and place.position for place in (estimator.place_of(call(number)) for number in (0, 1, 2))] == [
+        None,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(("order", "expected"), [("fffs", [1, 2, 3]), ("shortest", [3, 2, 1])])
@@ -80,10 +104,10 @@ def test_one_more_of_a_share_would_start_after_its_own_and_before_those_of_a_flo
     for request_id in range(3):
         scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 1.0 * (request_id + 1))
     arrive(scheduler, 9, share="modest", at_s=3.0)
-    places = Places(scheduler, Clock())
+    estimator = estimator_of(scheduler)
 
     def next_s(share: str) -> float | None:
-        return places.next_s(Request(-1, 4.0, share=share))
+        return estimator.next_start_s(Request(-1, 4.0, share=share))
 
     assert next_s("flood") == pytest.approx(7.0), "five of its own wait, and one of another share"
     assert next_s("modest") == pytest.approx(4.0), "its own, and two of the flood: of equals the older share is next"
@@ -93,24 +117,24 @@ def test_one_more_of_a_share_would_start_after_its_own_and_before_those_of_a_flo
 def test_one_more_starts_at_once_where_a_slot_is_free_and_never_without_an_engine() -> None:
     scheduler = scheduler_of()
     scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 1.0)
-    assert Places(scheduler, Clock()).next_s(Request(1)) == 0.0
-    assert Places(scheduler, Clock()).next_s(Request(1, model="unknown")) is None
+    assert estimator_of(scheduler).next_start_s(Request(1)) == 0.0
+    assert estimator_of(scheduler).next_start_s(Request(1, model="unknown")) is None
     scheduler.handle(EngineLost("gpu0"), 2.0)
-    assert Places(scheduler, Clock()).next_s(Request(1)) is None
+    assert estimator_of(scheduler).next_start_s(Request(1)) is None
 
 
 def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> None:
     scheduler = scheduler_of()
     for request_id in (1, 2, 3, 4):
         arrive(scheduler, request_id)
-    clock = Clock(3.0)
-    places = Places(scheduler, clock)
-    waits_s = [place.wait_s for number in (1, 2) if (place := places.of(call(number))) is not None]
+    engines = Engines(scheduler, 3.0)
+    estimator = engines.estimator
+    waits_s = [place.wait_s for number in (1, 2) if (place := estimator.place_of(call(number))) is not None]
     assert waits_s == [3.0, None]
     for request_id in (0, 1, 2):  # one ends each 2 s
         scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 2.0 * request_id + 2.0)
-    clock.at_s = 6.0
-    place = places.of(call(4))
+    engines.at_s = 6.0
+    place = estimator.place_of(call(4))
     assert place is not None
     assert (place.position, place.wait_s) == (1, 2.0)
 
@@ -121,7 +145,7 @@ def test_after_a_pause_the_wait_counts_the_answers_before_by_the_mean_answer() -
     for request_id in (1, 2, 3):
         arrive(scheduler, request_id, at_s=9.0)
     service = scheduler.queues("").service
-    place = Places(scheduler, Clock(1.5)).of(call(3))
+    place = estimator_of(scheduler, 1.5).place_of(call(3))
     assert place is not None
     assert place.wait_s == pytest.approx(1.5 + service.tokens_mean * service.seconds_per_token)
 
@@ -130,15 +154,15 @@ def test_places_hold_for_a_second_and_then_are_made_again() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 1)
     arrive(scheduler, 2)
-    clock = Clock()
-    places = Places(scheduler, clock)
-    before = places.of(call(2))
+    engines = Engines(scheduler)
+    estimator = engines.estimator
+    before = estimator.place_of(call(2))
     scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 0.1)
     arrive(scheduler, 3, at_s=0.1)
-    kept = places.of(call(2))
-    new = places.of(call(3))
-    clock.at_s = KEPT_S
-    after = places.of(call(2))
+    kept = estimator.place_of(call(2))
+    new = estimator.place_of(call(3))
+    engines.at_s = KEPT_S
+    after = estimator.place_of(call(2))
     positions = [place.position for place in (before, kept, new, after) if place is not None]
     assert positions == [2, 2, 2, 1], "a request that came later is last"
 
@@ -147,6 +171,6 @@ def test_without_a_working_engine_no_wait_is_told() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 1)
     scheduler.handle(EngineLost("gpu0", expected=True), 1.0)
-    place = Places(scheduler, Clock(3.0)).of(call(1))
+    place = estimator_of(scheduler, 3.0).place_of(call(1))
     assert place is not None
-    assert (place.wait_s, place.helpless) == (None, True)
+    assert (place.wait_s, place.no_engine) == (None, True)

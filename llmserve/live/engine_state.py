@@ -1,0 +1,234 @@
+"""The state of an engine: a pure table of (state, event) -> state, and what the scheduler hears of each step.
+
+An engine's state is what its probes say (`Health`) and what its operator wants (`Order`):
+
+    health  NEW       never up so far                      order  SERVE    requests
+            UP        answers, and lists a served model           DRAIN    no new requests
+            BARE      answers, but lists no served model          RESTART  no new requests; a restart when it is empty
+            REFUSING  refuses connections; its requests           REMOVE   no new requests; to be forgotten when it is
+                      may finish                                           empty
+            DOWN      lost
+
+An engine dies here: `SILENT` (its probes stay unanswered) and `EMPTY` (it refuses connections, and its last request has
+left) lead to DOWN. The scheduler then hears LOST: the engine's requests are abandoned, and may run on other engines.
+
+An engine that is down is expected back: its process is restarted, by llmserve or by whoever started it. Only an engine
+that its operator has drained or is removing is not expected, nor is one that lists no served model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class Health(Enum):
+    """What an engine's probes say."""
+
+    NEW = auto()
+    UP = auto()
+    BARE = auto()
+    REFUSING = auto()
+    DOWN = auto()
+
+
+UP = (Health.UP, Health.BARE)
+"""Of an engine that answered its last probe, or missed only a few."""
+
+
+class Order(Enum):
+    """What an engine's operator wants."""
+
+    SERVE = auto()
+    DRAIN = auto()
+    RESTART = auto()
+    REMOVE = auto()
+
+
+class Happening(Enum):
+    """What happens to an engine."""
+
+    ANSWERED = "a probe was answered, with a served model"
+    BARE = "a probe was answered, without a served model"
+    REFUSED = "a connection was refused"
+    SILENT = "probes_failed_max probes were not answered"
+    EMPTY = "no request runs on it (any more)"
+    DRAIN = "its operator drains it"
+    RESUME = "its operator resumes it"
+    RESTART = "its operator restarts it"
+    RESTARTED = "its restart is over"
+    REMOVE = "the settings name it no more"
+    KEEP = "the settings name it"
+
+
+class Heard(Enum):
+    """What the scheduler hears of an engine."""
+
+    OPENED = "EngineReady"
+    CLOSED = "EngineClosed"
+    LOST = "EngineLost"
+
+
+HEALTH: Mapping[Health, Mapping[Happening, Health]] = {
+    Health.NEW: {
+        Happening.ANSWERED: Health.UP,
+        Happening.BARE: Health.BARE,
+        Happening.REFUSED: Health.NEW,
+        Happening.SILENT: Health.NEW,
+        Happening.EMPTY: Health.NEW,
+    },
+    Health.UP: {
+        Happening.ANSWERED: Health.UP,
+        Happening.BARE: Health.BARE,
+        Happening.REFUSED: Health.REFUSING,
+        Happening.SILENT: Health.DOWN,
+        Happening.EMPTY: Health.UP,
+    },
+    Health.BARE: {
+        Happening.ANSWERED: Health.UP,
+        Happening.BARE: Health.BARE,
+        Happening.REFUSED: Health.REFUSING,
+        Happening.SILENT: Health.DOWN,
+        Happening.EMPTY: Health.BARE,
+    },
+    Health.REFUSING: {
+        Happening.ANSWERED: Health.UP,
+        Happening.BARE: Health.BARE,
+        Happening.REFUSED: Health.REFUSING,
+        Happening.SILENT: Health.DOWN,
+        Happening.EMPTY: Health.DOWN,
+    },
+    Health.DOWN: {
+        Happening.ANSWERED: Health.UP,
+        Happening.BARE: Health.BARE,
+        Happening.REFUSED: Health.DOWN,
+        Happening.SILENT: Health.DOWN,
+        Happening.EMPTY: Health.DOWN,
+    },
+}
+"""Health after what a probe or a request observes."""
+
+ORDERS: Mapping[Order, Mapping[Happening, Order]] = {
+    Order.SERVE: {
+        Happening.DRAIN: Order.DRAIN,
+        Happening.RESUME: Order.SERVE,
+        Happening.RESTART: Order.RESTART,
+        Happening.RESTARTED: Order.SERVE,
+        Happening.REMOVE: Order.REMOVE,
+        Happening.KEEP: Order.SERVE,
+    },
+    Order.DRAIN: {
+        Happening.DRAIN: Order.DRAIN,
+        Happening.RESUME: Order.SERVE,
+        Happening.RESTART: Order.RESTART,
+        Happening.RESTARTED: Order.DRAIN,
+        Happening.REMOVE: Order.REMOVE,
+        Happening.KEEP: Order.DRAIN,
+    },
+    Order.RESTART: {
+        Happening.RESTART: Order.RESTART,
+        Happening.RESTARTED: Order.SERVE,
+        Happening.REMOVE: Order.REMOVE,
+        Happening.KEEP: Order.RESTART,
+    },
+    Order.REMOVE: {
+        Happening.RESTARTED: Order.REMOVE,
+        Happening.REMOVE: Order.REMOVE,
+        Happening.KEEP: Order.SERVE,
+    },
+}
+"""Order after what an operator does. What is missing here is refused; see `refusal`."""
+
+
+class EngineState(NamedTuple):
+    """The state of an engine, and what follows from it."""
+
+    health: Health = Health.NEW
+    order: Order = Order.SERVE
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine answered its last probe, or missed only a few."""
+        return self.health in UP
+
+    @property
+    def seen(self) -> bool:
+        """Whether the engine was ever up."""
+        return self.health is not Health.NEW
+
+    @property
+    def takes(self) -> bool:
+        """Whether the engine takes new requests."""
+        return self.health is Health.UP and self.order is Order.SERVE
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is there without taking new requests."""
+        return self.alive and not self.takes
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests may run on the engine."""
+        return self.up or self.health is Health.REFUSING
+
+    @property
+    def planned(self) -> bool:
+        """Whether the engine's operator takes it down."""
+        return self.order in (Order.RESTART, Order.REMOVE)
+
+    @property
+    def expected(self) -> bool:
+        """Whether an engine that is down, or goes down, will probably take requests again."""
+        return self.order in (Order.SERVE, Order.RESTART) and self.health is not Health.BARE
+
+    def word(self, *, running: bool) -> str:
+        """The state in words, for operators. running : whether a request runs on the engine"""
+        if self.order is Order.RESTART:
+            return "restarting"
+        if not self.up:
+            return "down"
+        if self.order is not Order.SERVE:
+            return "draining" if running else "drained"
+        return "ready" if self.takes else "without a model"
+
+
+def after(state: EngineState, happening: Happening) -> EngineState:
+    """The state that follows. An operator's order must not be one that the state refuses."""
+    health, order = state
+    if happening not in HEALTH[health]:
+        assert refusal(state, happening) is None, f"{happening} is refused in {state}"
+        return EngineState(health, ORDERS[order][happening])
+    later = HEALTH[health][happening]
+    if happening is Happening.EMPTY and state.planned:
+        later = Health.DOWN if state.seen else Health.NEW  # what its operator has waited for
+    elif later in UP and health not in UP:
+        if order is Order.RESTART:
+            later = health  # it answers, but its restart is not over
+        elif order is Order.DRAIN:
+            order = Order.SERVE  # it was down: its operator's work on it is done
+    return EngineState(later, order)
+
+
+def refusal(state: EngineState, happening: Happening) -> str | None:
+    """What an engine is or does, so that its operator's order is refused; None: the order is not refused."""
+    if happening not in ORDERS[state.order]:
+        return "is being removed" if state.order is Order.REMOVE else "is being restarted"
+    if happening is Happening.DRAIN and not state.up:
+        return "is down: it gets no requests now, and gets requests again once it is up"
+    return None
+
+
+def heard(before: EngineState, happening: Happening, later: EngineState) -> tuple[Heard, ...]:
+    """What the scheduler hears of a step, in this order.
+
+    An engine is closed before it is lost, so that no request starts there while its calls are abandoned.
+    """
+    is_ended = happening is Happening.EMPTY and before.planned
+    if is_ended or (later.health is Health.DOWN and before.health is not Health.DOWN):
+        return (Heard.LOST,) if before.closed else (Heard.CLOSED, Heard.LOST)
+    if later.closed and not before.closed:
+        return (Heard.CLOSED,)
+    if later.takes and (not before.takes or happening is Happening.RESUME):
+        return (Heard.OPENED,)
+    return ()

@@ -1,0 +1,412 @@
+"""The forwarding of one engine's answer to its client, as it arrives.
+
+The answer is read to its end at the engine's pace: the engine's slot is free when the engine is done, not when the
+client has read everything. Tokens never enter the scheduler. Reading needs no task: the engine's connection calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import Protocol
+
+import msgspec
+
+from llmserve.calls.in_flight import Head, InFlightCall
+from llmserve.calls.log_fields import about
+from llmserve.engines.engine import NOTHING, Answer, EngineError
+from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
+from llmserve.forecasts.lengths import Forecasts
+from llmserve.live.fleet import Fleet
+from llmserve.live.handle import EngineHandle
+from llmserve.live.routes import Routes
+from llmserve.request import Batch
+from llmserve.scheduling.messages import RequestEnded
+from llmserve.wire.answer_forms import COMPLETION, StreamReader
+from llmserve.wire.error_objects import (
+    ErrorObject,
+    Verdict,
+    error_in,
+    is_error_body,
+    may_be_error,
+    retry_after_s,
+)
+from llmserve.wire.event_stream import Usage
+
+log = logging.getLogger("llmserve")
+
+JSON = "application/json"
+
+
+class Owner(Protocol):
+    """What an answer needs of the calls of its cluster (calls.py).
+
+    fleet      finds out whether an engine that failed a request is down
+    routes     knows which endpoints and responses engines have
+    forecasts  learn from engines' counts of prompt tokens
+    """
+
+    fleet: Fleet
+    routes: Routes
+    forecasts: Forecasts
+
+    def now_s(self) -> float: ...
+
+    def began(self, in_flight: InFlightCall) -> None:
+        """The client gets the first byte of the answer."""
+        ...
+
+    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
+        """The call has ended on its engine."""
+        ...
+
+
+class Forwarding:
+    """One answer of an engine, from the request to the end."""
+
+    __slots__ = (
+        "_answer",
+        "_ended",
+        "_form",
+        "_named",
+        "_owner",
+        "_waiting",
+        "handle",
+        "in_flight",
+    )
+
+    def __init__(self, owner: Owner, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> None:
+        self.handle = handle
+        self.in_flight = in_flight
+        self._owner = owner
+        self._form = in_flight.call.wire.form or COMPLETION
+        self._ended = self._named = False
+        self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
+        in_flight.usage = None
+        self._answer: Answer = handle.engine.ask(in_flight.call, batch, self._advance)
+
+    def stop(self) -> None:
+        """Abort the request; its end follows."""
+        if not self._ended:
+            self.close()
+            asyncio.get_running_loop().call_soon(self._stopped)
+
+    def close(self) -> None:
+        """Abort the request. Nothing follows."""
+        self._ended = True
+        self._answer.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    # ---- as the answer arrives ----
+
+    def _advance(self) -> None:
+        """Forward what has arrived."""
+        if self._ended or self._waiting is not None:
+            return
+        try:
+            ended = self._next()
+        except EngineError as error:
+            if self._ended:  # stopped by what followed from its own bytes
+                return
+            self._answer.close()
+            self._waiting = asyncio.get_running_loop().create_task(self._failed(error))
+            return
+        except Exception as error:
+            ended = self._broken(error)
+        if ended is not None and not self._ended:
+            self._end(ended)
+
+    def _next(self) -> RequestEnded | None:
+        """Return how the request ended; None: more follows. Raises EngineError."""
+        answer, in_flight = self._answer, self.in_flight
+        if not answer.arrived():
+            return None
+        if answer.served and in_flight.receipt is not None:
+            in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
+            answer.served = NOTHING
+        if in_flight.call.wire.stream and answer.status < 400:
+            return self._stream(answer)
+        if (body := answer.body()) is None:
+            return None
+        return self._declined(body) if answer.status >= 400 else self._whole(body)
+
+    def _completed(self, tokens: int) -> RequestEnded:
+        choices = self.in_flight.call.bounds.choices
+        return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
+
+    def _whole(self, body: bytes) -> RequestEnded:
+        """Forward an answer that is not streamed, unless it is an error in spite of its status."""
+        in_flight, form = self.in_flight, self._form
+        if may_be_error(body) and (error := error_in(body)) is not None:
+            return self._told(error, error.status, body)
+        answer = form.whole(body)
+        if answer is None:
+            nothing = not body.strip() or self._is_page
+            text = f"engine {self.handle.name} answered with {len(body):,} bytes that are no {form.name}"
+            raise EngineError(text, answered=not nothing)
+        if answer.failed:
+            self._begin(body)
+            return RequestEnded(*self._request, "failed", fault=True)
+        usage = answer.usage
+        self._owner.forecasts.learn_prompt(in_flight.call, usage.prompt_tokens)
+        in_flight.counts, in_flight.cut = usage, answer.cut
+        if answer.response_id:
+            self._owner.routes.note(answer.response_id, self.handle.name, in_flight.call)
+        self._begin(body)
+        return self._completed(usage.completion_tokens or 0)
+
+    # ---- errors that an engine tells ----
+
+    def _declined(self, body: bytes) -> RequestEnded:
+        """An answer with the status of an error."""
+        answer = self._answer
+        if answer.status in (404, 405):
+            lacking = self._owner.routes.no_endpoint(self.handle, self.in_flight.call, answer.status, body)
+            if lacking is not None:  # another engine may have it; this one's other requests go on
+                self.in_flight.refuse(self._head_of(lacking))
+                return RequestEnded(*self._request, "failed", retryable=True, refused=True)
+        return self._told(error_in(body), answer.status, body)
+
+    def _told(self, error: ErrorObject | None, status: int, body: bytes) -> RequestEnded:
+        """An error before any content. The client gets it if the error is the client's, or no other engine answers.
+
+        status, body : for the client
+        """
+        answer, verdict = self._answer, self._verdict(error, body)
+        head = msgspec.structs.replace(self._head(body), status=status)
+        if answer.status < 400:
+            head = msgspec.structs.replace(head, content_type=JSON)
+        if not (verdict.fault or verdict.refused):
+            self.in_flight.begin(head)
+            self._owner.began(self.in_flight)
+            return RequestEnded(*self._request, "failed")
+        self.in_flight.refuse(head)
+        return RequestEnded(
+            *self._request,
+            "failed",
+            fault=verdict.fault,
+            retryable=True,
+            refused=verdict.refused,
+            rest_s=self._rest_s(refused=verdict.refused),
+        )
+
+    def _verdict(self, error: ErrorObject | None, body: bytes) -> Verdict:
+        """What follows from an error before any content."""
+        answer, call = self._answer, self.in_flight.call
+        names_model = answer.status == 404 and call.wire.form in (None, COMPLETION)
+        return answer.judge(
+            error,
+            names_model=names_model or (bool(call.model) and call.model.encode() in body),
+        )
+
+    def _rest_s(self, *, refused: bool) -> float | None:
+        """How long the engine asks to be left alone; None: it does not ask."""
+        asked = self._answer.retry_after
+        if asked is None:
+            return 0.0 if refused else None
+        return retry_after_s(asked, time.time())
+
+    def _cut_off(self, error: ErrorObject) -> RequestEnded:
+        """An error behind content, which has passed with its event: the stream ends there."""
+        in_flight = self.in_flight
+        verdict = self._answer.judge(error, names_model=False)
+        blamed = verdict.fault or verdict.refused
+        in_flight.error = "engine_failed" if blamed else "engine_refused"
+        if self._form.done:
+            in_flight.feed(self._form.done)
+        in_flight.close()
+        return RequestEnded(
+            *self._request,
+            "failed",
+            fault=blamed,
+            rest_s=self._rest_s(refused=True) if verdict.refused else None,
+        )
+
+    # ---- streams ----
+
+    def _stream(self, answer: Answer) -> RequestEnded | None:
+        """Forward what has arrived of a stream. Until the first content the call may run elsewhere."""
+        in_flight = self.in_flight
+        usage = in_flight.usage or self._usage(answer)
+        try:
+            while not usage.over and (data := answer.take()):
+                forwarded = usage.feed(data)
+                if usage.stalled:
+                    usage.stalled = False
+                    answer.stalled()
+                    if in_flight.listens:
+                        in_flight.feed(usage.take_comments())
+                if forwarded:
+                    if usage.response_id and not self._named:
+                        self._named = True
+                        self._owner.routes.note(usage.response_id, self.handle.name, in_flight.call)
+                    if not in_flight.answered:
+                        in_flight.first_at_s = self._owner.now_s()
+                        self._begin(None)
+                    in_flight.feed(forwarded)
+                    if in_flight.paused and usage.failed is None and not usage.over:
+                        self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
+                        return None
+                if usage.failed is not None:
+                    return self._stream_failed(usage)
+            if not (answer.complete or usage.over):
+                return None
+            if (whole := usage.end()) is not None:
+                return self._whole(whole)
+            if usage.failed is not None:
+                return self._stream_failed(usage)
+            if not usage.ended:
+                raise EngineError(f"engine {self.handle.name} ended its stream in mid-{self._form.name}")
+        except EngineError:
+            if in_flight.answered and (withheld := usage.release()):
+                in_flight.feed(withheld)
+            raise
+        if not in_flight.answered:
+            self._begin(None)
+        if rest := usage.flush():
+            in_flight.feed(rest)
+        in_flight.last_at_s = self._owner.now_s()
+        in_flight.counts, in_flight.cut = (
+            Usage(usage.prompt_tokens, usage.output_tokens),
+            usage.cut,
+        )
+        in_flight.close()
+        self._owner.forecasts.learn_prompt(in_flight.call, usage.prompt_tokens)
+        return self._completed(usage.output_tokens)
+
+    def _stream_failed(self, usage: StreamReader) -> RequestEnded:
+        """The engine has told an error within its stream. The client's own error passes as the engine tells it."""
+        error, in_flight = usage.failed, self.in_flight
+        assert error is not None, "the stream has failed"
+        if not in_flight.answered:
+            body = usage.failed_data
+            if not is_error_body(body):
+                told = EngineFailed(error.message or "the engine failed this request")
+                body = msgspec.json.encode(self._form.error(told))
+            verdict = self._verdict(error, body)
+            if verdict.fault or verdict.refused or b"data:" not in usage.failed_event:
+                return self._told(error, error.status, body)
+            self._begin(None)
+            in_flight.feed(usage.failed_event)
+        return self._cut_off(error)
+
+    @property
+    def _is_page(self) -> bool:
+        return self._answer.content_type.startswith("text/html")
+
+    def _usage(self, answer: Answer) -> StreamReader:
+        """Count the tokens of the stream from now on."""
+        if self._is_page:
+            raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
+        in_flight = self.in_flight
+        call, receipt = in_flight.call, in_flight.receipt
+        field = msgspec.json.encode(receipt.fields) if call.terms.receipt and receipt is not None else b""
+        in_flight.usage = self._form.stream(call, field)
+        return in_flight.usage
+
+    async def _until_writable(self) -> None:
+        await self.in_flight.writable()
+        self._waiting = None
+        self._advance()
+
+    def _begin(self, body: bytes | None) -> None:
+        self.in_flight.begin(self._head(body))
+        self._owner.began(self.in_flight)
+
+    def _head(self, body: bytes | None) -> Head:
+        answer, receipt = self._answer, self.in_flight.receipt
+        assert receipt is not None
+        return Head(
+            answer.status,
+            answer.content_type,
+            answer.retry_after,
+            receipt,
+            body,
+            answer.headers,
+        )
+
+    def _head_of(self, error: RequestError) -> Head:
+        """An error of this program as an answer."""
+        receipt = self.in_flight.receipt
+        assert receipt is not None
+        retry_after = None if error.retry_after_s is None else f"{max(1, math.ceil(error.retry_after_s))}"
+        return Head(
+            error.status,
+            JSON,
+            retry_after,
+            receipt,
+            msgspec.json.encode(self._form.error(error)),
+        )
+
+    # ---- how it ends ----
+
+    @property
+    def _request(self) -> tuple[str, int]:
+        return self.handle.name, self.in_flight.request.id
+
+    def _end(self, ended: RequestEnded) -> None:
+        self._ended = True
+        if ended.outcome == "completed":
+            self._answer.drain()
+        else:
+            self._answer.close()
+        self._owner.ended(self, ended)
+
+    def _stopped(self) -> None:
+        in_flight = self.in_flight
+        if in_flight.stopping and not in_flight.gone:
+            in_flight.preemptions += 1
+        else:
+            in_flight.fail(EngineFailed("the request was aborted"))
+        self._owner.ended(self, RequestEnded(*self._request, "cancelled"))
+
+    def _broken(self, error: Exception) -> RequestEnded:
+        """An error of this program."""
+        log.error("serving a request failed", exc_info=error, extra=about(self.in_flight))
+        self.in_flight.fail(EngineFailed("the front-end failed while serving this request"))
+        return RequestEnded(*self._request, "failed")
+
+    async def _failed(self, error: EngineError) -> None:
+        """End a request whose engine gave no answer, or a broken one."""
+        try:
+            ended = await self._failure(error)
+        except Exception as own:
+            ended = self._broken(own)
+        self._waiting = None
+        self._end(ended)
+
+    async def _failure(self, error: EngineError) -> RequestEnded:
+        handle, in_flight = self.handle, self.in_flight
+        if error.local:  # no other engine can be reached either, and this one is not to blame
+            log.warning("%s", error, extra=about(in_flight))
+            in_flight.fail(
+                Unavailable(
+                    "the server has no free sockets",
+                    code="no_socket",
+                    retry_after_s=1.0,
+                )
+            )
+            return RequestEnded(*self._request, "cancelled", no_socket=True)
+        level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
+        log.log(level, "%s", error, extra=about(in_flight))
+        failure = EngineTimeout(str(error)) if error.late else EngineFailed(str(error), code=error.code)
+        if error.refused and not in_flight.answered:
+            in_flight.refuse(self._head_of(failure))
+            return RequestEnded(
+                *self._request,
+                "failed",
+                fault=True,
+                retryable=True,
+                refused=True,
+                rest_s=0.0,
+            )
+        await self._owner.fleet.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
+        over = in_flight.answered or error.late or error.answered  # it may be running yet, or would run for nothing
+        if over:
+            in_flight.fail(failure)
+        elif error.code is not None:
+            in_flight.refuse(self._head_of(failure))
+        return RequestEnded(*self._request, "failed", fault=True, retryable=not over)

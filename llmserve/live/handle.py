@@ -1,0 +1,95 @@
+"""One engine of a live cluster: its state, what was measured of it, and the calls that it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from llmserve.calls.in_flight import InFlightCall
+from llmserve.engines.engine import Endpoints, Engine
+from llmserve.engines.engine import Health as Probed
+from llmserve.live.engine_state import EngineState, Happening, Heard, after, heard
+from llmserve.live.known_models import Listed
+
+
+class EngineHandle:
+    """One engine, for the fleet that watches it.
+
+    info       as the scheduler knows the engine
+    models     served models that the engine listed when it was last up, by id
+    endpoints  that it had when it was last up
+    probed     its last answer to a probe
+    running    calls that the engine serves, by request id
+    empty      set while it serves none
+    trouble    message of the last failed probe; "": the last one did not fail
+    nudge      asks for a probe now
+    work       restarts or removes the engine when it is empty
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.state = EngineState()
+        self.models: Listed = {}
+        self.endpoints = Endpoints()
+        self.probed = Probed(())
+        self.probes_failed = 0
+        self.trouble = ""
+        self.running: dict[int, InFlightCall] = {}
+        self.empty, self.nudge = asyncio.Event(), asyncio.Event()
+        self.empty.set()
+        self.watcher: asyncio.Task[None] | None = None
+        self.probe: asyncio.Task[bool] | None = None
+        self.work: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.running) >= self.info.slots
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine takes new requests."""
+        return self.state.takes
+
+    @property
+    def up(self) -> bool:
+        return self.state.up
+
+    @property
+    def word(self) -> str:
+        """The state in words, for operators."""
+        return self.state.word(running=bool(self.running))
+
+    @property
+    def answered(self) -> tuple[int, ...]:
+        """Ids of the running requests whose clients have got a part of the answer."""
+        return tuple(sorted([id_ for id_, in_flight in self.running.items() if in_flight.answered]))
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that are not done."""
+        return [task for task in (self.watcher, self.probe, self.work) if task is not None and not task.done()]
+
+    def step(self, happening: Happening) -> tuple[Heard, ...]:
+        """Take the next state; return what the scheduler must hear."""
+        before, self.state = self.state, after(self.state, happening)
+        return heard(before, happening, self.state)
+
+    def answer(self, probed: Probed) -> None:
+        """Note a probe's answer."""
+        self.probed, self.probes_failed, self.trouble = probed, 0, ""
+
+    def add(self, in_flight: InFlightCall) -> None:
+        self.running[in_flight.request.id] = in_flight
+        self.empty.clear()
+        if not self.probed.slots_found and len(self.running) == self.info.slots:
+            self.nudge.set()  # the engine may have more slots
+
+    def remove(self, in_flight: InFlightCall) -> None:
+        del self.running[in_flight.request.id]
+        if not self.running:
+            self.empty.set()
