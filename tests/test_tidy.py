@@ -66,13 +66,6 @@ UPWARD: tuple[tuple[str, str], ...] = (
     ("llmserve.gateway.app", "llmserve.web.cors"),
     ("llmserve.gateway.app", "llmserve.web.page"),
     ("llmserve.gateway.app", "llmserve.web.state"),
-    ("llmserve.http.exchange", "llmserve.calls.in_flight"),
-    ("llmserve.http.exchange", "llmserve.gateway.answers"),
-    ("llmserve.http.exchange", "llmserve.gateway.endpoints"),
-    ("llmserve.http.exchange", "llmserve.jobs.uploads"),
-    ("llmserve.http.heads", "llmserve.gateway.paths"),
-    ("llmserve.http.server", "llmserve.gateway.answers"),
-    ("llmserve.http.streamed", "llmserve.jobs.uploads"),
     ("llmserve.web.admin", "llmserve.machines.peers"),
 )
 """Imports from a higher floor, or between rooms of one floor."""
@@ -81,14 +74,6 @@ CIRCLES: tuple[tuple[str, ...], ...] = (
     ("bins.smdp", "bins.smdp_model", "bins.visits"),
     ("llmserve.commands.advise", "llmserve.commands.advise_report"),
     ("llmserve.commands.solve", "llmserve.commands.solve_report"),
-    (
-        "llmserve.http.connection",
-        "llmserve.http.exchange",
-        "llmserve.http.heads",
-        "llmserve.http.server",
-        "llmserve.http.streamed",
-        "llmserve.http.turns",
-    ),
 )
 """Modules that import each other, directly or by way of others."""
 

@@ -1,8 +1,9 @@
 """Calls: requests of clients from their arrival to their end.
 
-in_flight   : a client's call in flight, which gives the answer to the client
-charges     : what calls use of the limits of their keys
-log_fields  : what a line of the log says of a call
-prompt_size : the estimated tokens of a prompt, and hashes of its beginning, without a tokenizer
-origins     : which engine gave each response that engines keep, and for whom
+charges        : what calls use of the limits of their keys
+client_request : what is noted on a client's request from its head to its end
+in_flight      : a client's call in flight, which gives the answer to the client
+log_fields     : what a line of the log says of a call
+origins        : which engine gave each response that engines keep, and for whom
+prompt_size    : the estimated tokens of a prompt, and hashes of its beginning, without a tokenizer
 """

@@ -1,19 +1,20 @@
 """A request of a client on its way in: endpoints, bodies, prompts, calls.
 
-agent_bodies : the bodies of /v1/responses and /v1/messages, which agent programs send
-aliases      : other names of models, each with the models that stand behind it
-answers      : responses that the front-end itself makes
-app          : the HTTP application
-bodies       : the JSON bodies of clients
-completions  : requests that engines answer
-draft        : a call while the stages of its admission decide about it
-endpoints    : the endpoints that are passed to engines
-fitting      : refuses requests that no engine can ever serve, by what is certain before they run
-keep_alive   : what a stream says before the engine does
-parse        : reads a client's request into a draft
-part         : where the server listens
-paths        : which paths there are
-prompts      : what is read of a prompt, in each form in which clients send it
-responses    : responses that engines keep
-stages       : the life of a call until it is queued, as a list of stages that may each refuse
+agent_bodies   : the bodies of /v1/responses and /v1/messages, which agent programs send
+aliases        : other names of models, each with the models that stand behind it
+answers        : responses that the front-end itself makes
+app            : the HTTP application
+bodies         : the JSON bodies of clients
+completions    : requests that engines answer
+content_coding : bodies that clients have packed
+draft          : a call while the stages of its admission decide about it
+endpoints      : the endpoints that are passed to engines
+fitting        : refuses requests that no engine can ever serve, by what is certain before they run
+keep_alive     : what a stream says before the engine does
+parse          : reads a client's request into a draft
+part           : where the server listens
+paths          : which paths there are
+prompts        : what is read of a prompt, in each form in which clients send it
+responses      : responses that engines keep
+stages         : the life of a call until it is queued, as a list of stages that may each refuse
 """

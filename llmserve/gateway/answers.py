@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from llmserve.errors import RequestError
+from llmserve.errors import (
+    BadRequest,
+    BodyTooLarge,
+    HeadTooLarge,
+    MethodNotAllowed,
+    RequestError,
+    RequestTimeout,
+    Unavailable,
+)
+from llmserve.http.errors import Refusal
+from llmserve.wire.answer_forms import AnswerForm
 
-if TYPE_CHECKING:
-    from llmserve.gateway.endpoints import Endpoint
+REFUSALS = {
+    kind.status: kind
+    for kind in (BadRequest, MethodNotAllowed, RequestTimeout, BodyTooLarge, HeadTooLarge, Unavailable)
+}
+SETTINGS = {"body_too_large": "--body-bytes-max", "buffers_full": "--buffers-bytes-max"}
+"""Which setting allows more, by the reason of a refusal."""
+CODES = {"body_not_read": "body_too_large"}
+"""Reasons that clients know by another code."""
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def error_parts(error: RequestError, endpoint: Endpoint | None = None) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of an error's answer. endpoint : whose form it has; None: OpenAI's"""
-    body = error.body() if endpoint is None else endpoint.form.error(error)
+def error_parts(error: RequestError, form: AnswerForm | None = None) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of an error's answer. form : None: OpenAI's"""
+    body = error.body() if form is None else form.error(error)
     headers = [(b"content-type", b"application/json"), *error.headers]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
@@ -30,3 +46,13 @@ def error_parts(error: RequestError, endpoint: Endpoint | None = None) -> tuple[
 def error_response(error: RequestError) -> Response:
     status, headers, body = error_parts(error)
     return Response(body, status, {name.decode(): value.decode() for name, value in headers})
+
+
+def error_of(refusal: Refusal) -> RequestError:
+    """The error that a client gets for what the HTTP server refuses."""
+    setting = SETTINGS.get(refusal.reason)
+    return REFUSALS[refusal.status](
+        f"{refusal.message} ({setting})" if setting is not None else refusal.message,
+        code=CODES.get(refusal.reason, refusal.reason),
+        retry_after_s=refusal.retry_after_s,
+    )

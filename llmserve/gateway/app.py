@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmserve.calls.client_request import ClientExchange, ClientRequest
 from llmserve.errors import (
     ConfigError,
     MethodNotAllowed,
@@ -30,15 +31,16 @@ from llmserve.errors import (
     model_not_found,
 )
 from llmserve.gateway.aliases import Aliases
-from llmserve.gateway.answers import error_response, json_response
+from llmserve.gateway.answers import error_of, error_parts, error_response, json_response
 from llmserve.gateway.completions import Completions
+from llmserve.gateway.content_coding import HEADER, Unpacker, codings_of
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.paths import METHODS, Paths
 from llmserve.gateway.responses import ResponseEndpoints
 from llmserve.gateway.stages import of_clients, of_gateways
-from llmserve.http.asgi import AsgiHandler
-from llmserve.http.content_coding import HEADER, Unpacker, codings_of
-from llmserve.http.exchange import Exchange
+from llmserve.http.asgi import AsgiAnswers
+from llmserve.http.errors import Refusal
+from llmserve.http.exchange import Answer, Exchange
 from llmserve.jobs.endpoints import BATCHES, FILES, BatchEndpoints, NoBatches
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
@@ -74,7 +76,8 @@ class App:
     """Answers requests: for engines' endpoints directly, every other path by FastAPI.
 
     Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
-    than all of scheduling (scripts/lab/questions/performance/frontend.py). admin: the keys for /admin; None: /admin is disabled.
+    than all of scheduling (scripts/lab/questions/performance/frontend.py).
+    admin: the keys for /admin; None: /admin is disabled.
     reload: reads keys, limits and engines again.  cors : pages of which origins may call.
     browsers : what pages may do while no key is required; None: everything
     aliases: the models behind other names, see aliases.py.  meter : of all engines' energy; None: none is known
@@ -108,7 +111,7 @@ class App:
         clients = of_clients(cluster, key_limits, config, behind if aliases else None)
         gateways = of_gateways(clients, cluster, behind if aliases else None)
         begin_trace = traces.begin if traces is not None else None
-        self._completions = Completions(cluster, clients, gateways, self._endpoints.count, begin_trace)
+        self._completions = Completions(cluster, clients, gateways, begin_trace)
         self._keys = keys = key_limits.keys
         self._keys_of_bodies = {BATCHES: keys if batches is not None else None, PEERS: admin}
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
@@ -118,18 +121,28 @@ class App:
         admins = AdminEndpoints(cluster, admin, key_limits, reload)
         parts = (self._batches, ResponseEndpoints(cluster, keys), state, page)
         others = _other_paths(self._endpoints, admins, parts)
-        self._others = AsgiHandler(others, self.refused)
+        self._others = AsgiAnswers(others)
         self._paths = self._endpoints.paths = Paths(others, ENDPOINTS)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
-    def admit(self, exchange: Exchange) -> None:
-        """Check the key before the body is read. Raises RequestError."""
+    def new_state(self) -> ClientRequest:
+        return ClientRequest()
+
+    def admit(self, exchange: ClientExchange) -> RequestError | None:
+        """Check the key before the body is read."""
+        try:
+            self._admit(exchange)
+        except RequestError as error:
+            return error
+        return None
+
+    def _admit(self, exchange: ClientExchange) -> None:
         if self._cors is not None:
             self._cors.allow(exchange)
         if self._browsers is not None and not self._keys.required:
             self._browsers.check(exchange)
         if exchange.method == "POST" and (endpoint := ENDPOINTS.get(exchange.path)) is not None:
-            exchange.endpoint = endpoint
+            exchange.state.form = endpoint.form
             self._completions.admit(exchange, endpoint)
         elif exchange.method == "POST" and exchange.path == FILES:
             self._admit_upload(exchange)
@@ -138,12 +151,12 @@ class App:
         if HEADER in exchange.headers and exchange.keeps_body:
             codings_of(exchange)
 
-    def _admit_upload(self, exchange: Exchange) -> None:
+    def _admit_upload(self, exchange: ClientExchange) -> None:
         if HEADER in exchange.headers and codings_of(exchange):
             raise UnsupportedMediaType(f"`{HEADER}`: files are uploaded as they are")
-        exchange.upload = self._batches.upload(exchange)
+        exchange.sink = self._batches.upload(exchange)
 
-    def _admit_body(self, exchange: Exchange) -> None:
+    def _admit_body(self, exchange: ClientExchange) -> None:
         """Keep the body of a request for this server only where a handler reads one, and for a right key."""
         if exchange.path.startswith(RESPONSES):
             keys: Keys | None = self._keys
@@ -153,19 +166,19 @@ class App:
         if exchange.announces_body and keys is None and not self._paths.methods(exchange.path):
             raise self._endpoints.no_path(exchange.path)
         if keys is not None:
-            exchange.key = keys.authenticate(exchange.headers.get("authorization"))
+            exchange.holder = exchange.state.key = keys.authenticate(exchange.headers.get("authorization"))
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: ClientExchange) -> None:
         if HEADER in exchange.headers and exchange.keeps_body:
             self._run(self._handle_packed(exchange))
         else:
             self._handle(exchange)
 
-    async def _handle_packed(self, exchange: Exchange) -> None:
+    async def _handle_packed(self, exchange: ClientExchange) -> None:
         try:
             await self._unpacker.unpack(exchange)
         except Exception as error:
-            exchange.refuse(self._endpoints.count(exchange, error))
+            exchange.refuse(error)
         else:
             if not exchange.ended:
                 self._handle(exchange)
@@ -175,15 +188,15 @@ class App:
         self._unpacking.add(task)
         task.add_done_callback(self._unpacking.discard)
 
-    def _handle(self, exchange: Exchange) -> None:
-        if exchange.endpoint is not None:
+    def _handle(self, exchange: ClientExchange) -> None:
+        if exchange.state.form is not None:
             self._completions.complete(exchange)
         elif exchange.method == "OPTIONS":
             self._answer_options(exchange)
         else:
             self._others.handle(exchange)
 
-    def _answer_options(self, exchange: Exchange) -> None:
+    def _answer_options(self, exchange: ClientExchange) -> None:
         """Tell browsers what pages may send, and load balancers that the server lives."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             self._cors.answer(exchange)
@@ -192,14 +205,28 @@ class App:
         exchange.start(204, [(b"allow", ", ".join(methods).encode())], None)
         exchange.end()
 
-    def refused(self, exchange: Exchange, error: RequestError) -> None:
-        self._endpoints.count(exchange, error)
+    def refusal(self, error: Exception, exchange: ClientExchange | None) -> Answer:
+        return self._endpoints.refusal(error, exchange)
 
-    def state_handler(self) -> AsgiHandler:
+    def state_handler(self) -> StateHandler:
         """Return what answers /health, /ready and /metrics to everybody, for a port of its own."""
         app = _fastapi(self._endpoints)
         self._state_for_all.add_to(app)
-        return AsgiHandler(app, self.refused)
+        return StateHandler(AsgiAnswers(app), self._endpoints.refusal)
+
+
+class StateHandler:
+    """Answers requests whose bodies nobody reads."""
+
+    def __init__(self, answers: AsgiAnswers, refusal: Callable[[Exception, ClientExchange | None], Answer]) -> None:
+        self.handle = answers.handle
+        self.refusal = refusal
+
+    def new_state(self) -> ClientRequest:
+        return ClientRequest()
+
+    def admit(self, exchange: ClientExchange) -> None:
+        exchange.keeps_body = False
 
 
 def _fastapi(endpoints: _Endpoints) -> FastAPI:
@@ -277,11 +304,23 @@ class _Endpoints:
 
     # ---- errors ----
 
-    def count(self, request: Exchange | Request, error: Exception) -> RequestError:
+    def refusal(self, error: Exception, exchange: ClientExchange | None) -> Answer:
+        """The answer to a request that is refused; it is counted, if it was one."""
+        if exchange is None:
+            assert isinstance(error, Refusal), "only connections are refused without a request"
+            return error_parts(error_of(error))
+        known = self.count(exchange, error)
+        if not exchange.started:
+            exchange.state.error = known
+        return error_parts(known, exchange.state.form)
+
+    def count(self, request: ClientExchange | Request, error: Exception) -> RequestError:
         """Count a refusal. An error that is not meant for clients is logged, and becomes one that is."""
+        if isinstance(error, Refusal):
+            error = error_of(error)
         if not isinstance(error, RequestError):
             path = request.path if isinstance(request, Exchange) else request.url.path
-            key = {"key": request.key} if isinstance(request, Exchange) and request.key else {}
+            key = {"key": request.state.key} if isinstance(request, Exchange) and request.state.key else {}
             log.error("%s %s failed", request.method, path, exc_info=error, extra={"fields": key})
             error = RequestError("the front-end failed on this request", code="internal_error")
         self._metrics.refused(error.code or error.type)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from llmserve.calls.client_request import ClientExchange
 from llmserve.calls.in_flight import Head, InFlightCall, Receipt, Trace, request_name
 from llmserve.errors import RequestError
 from llmserve.estimates.estimator import Estimator
@@ -15,7 +16,6 @@ from llmserve.gateway.draft import Draft
 from llmserve.gateway.endpoints import Endpoint
 from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
 from llmserve.gateway.stages import Admission, is_large
-from llmserve.http.exchange import Exchange
 from llmserve.request import Call
 from llmserve.tenants.keys import DOOR
 from llmserve.tenants.limits import Account
@@ -32,7 +32,7 @@ from llmserve.wire.headers import (
 if TYPE_CHECKING:
     from llmserve.live.cluster import LiveCluster
 
-BeginTrace = Callable[[Call, Exchange], Trace | None]
+BeginTrace = Callable[[Call, ClientExchange], Trace | None]
 """Begins to trace a request; None: this one is not traced."""
 
 
@@ -41,7 +41,6 @@ class Completions:
 
     clients   the stages of clients' requests
     gateways  the stages of requests with the key of gateways, which differ from those of clients in the last list
-    refused   what a client is told of an error; counts the refusal
     """
 
     def __init__(
@@ -49,28 +48,28 @@ class Completions:
         cluster: LiveCluster,
         clients: Admission,
         gateways: Admission,
-        refused: Callable[[Exchange, Exception], RequestError],
         begin_trace: BeginTrace | None = None,
     ) -> None:
         self._cluster = cluster
         self._clients, self._gateways = clients, gateways
-        self._refused = refused
         self._begin_trace = begin_trace
         self._reading: set[asyncio.Task[None]] = set()  # large bodies
 
-    def admit(self, exchange: Exchange, endpoint: Endpoint) -> None:
+    def admit(self, exchange: ClientExchange, endpoint: Endpoint) -> None:
         """Take a request whose head has arrived through the stages that need no body. Raises RequestError."""
         draft = Draft(endpoint, exchange.headers)
         try:
             self._clients.enter(draft)
         finally:
             if draft.account is not None:
-                exchange.on_end, exchange.key = draft.account.release, draft.key
-        exchange.state = draft
+                exchange.on_end = draft.account.release
+                exchange.holder = exchange.state.key = draft.key
+        exchange.state.draft = draft
 
-    def complete(self, exchange: Exchange) -> None:
+    def complete(self, exchange: ClientExchange) -> None:
         """Take a complete request through the other stages, and queue it."""
-        draft, exchange.state = exchange.state, None
+        draft: Draft = exchange.state.draft
+        exchange.state.draft = None
         draft.body = exchange.body
         if self._clients.by_address:
             draft.address = exchange.address
@@ -83,24 +82,25 @@ class Completions:
             self._clients.read(draft)
             self._submit(draft, exchange)
         except Exception as error:
-            exchange.refuse(self._refused(exchange, error))
+            exchange.refuse(error)
 
-    async def _complete_large(self, draft: Draft, exchange: Exchange) -> None:
+    async def _complete_large(self, draft: Draft, exchange: ClientExchange) -> None:
         try:
             await self._clients.read_in_thread(draft)
             if not exchange.ended:
                 self._submit(draft, exchange)
         except Exception as error:
-            exchange.refuse(self._refused(exchange, error))
+            exchange.refuse(error)
 
-    def _submit(self, draft: Draft, exchange: Exchange) -> None:
+    def _submit(self, draft: Draft, exchange: ClientExchange) -> None:
         account = draft.account
         assert account is not None, "a request that was admitted has an account"
         call = (self._gateways if account.name == DOOR else self._clients).decide(draft)
         answer = _Answer(call, exchange, account)
         trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
         in_flight = self._cluster.calls.submit(call, answer, account.charge(call.model), trace)
-        exchange.follow(in_flight)
+        if exchange.followed:
+            exchange.state.call = in_flight
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.calls.cancel, in_flight)
             if call.wire.stream:
@@ -131,7 +131,7 @@ class _Answer:
 
     __slots__ = ("_account", "_call", "_exchange")
 
-    def __init__(self, call: Call, exchange: Exchange, account: Account) -> None:
+    def __init__(self, call: Call, exchange: ClientExchange, account: Account) -> None:
         self._call = call
         self._exchange = exchange
         self._account = account
@@ -178,7 +178,7 @@ class _Answer:
         if self._exchange.started:  # the status is already sent
             self._write_error(self._call.wire.form.error(error), receipt)
             return
-        status, headers, body = error_parts(error, self._exchange.endpoint)
+        status, headers, body = error_parts(error, self._exchange.state.form)
         if receipt is not None:
             headers += receipt_headers(receipt, self._call)
         self._exchange.respond(status, headers, body)

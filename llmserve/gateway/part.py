@@ -7,9 +7,11 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from llmserve.errors import ConfigError
+from llmserve.errors import ConfigError, ListenError
+from llmserve.http import accepting
+from llmserve.http.accepting import base_url
 from llmserve.http.proxies import TrustedProxies
-from llmserve.http.server import base_url, check_host, listening_socket
+from llmserve.http.server import is_loopback
 from llmserve.part import Part, Server
 from llmserve.settings.tree import Config
 from llmserve.tenants.keys import keys_of
@@ -35,7 +37,7 @@ class Sockets(Part):
     def check(self, config: Config) -> Config:
         server = config.server
         check_host(server.host, may_serve_anyone=bool(keys_of(config).keys) or server.anonymous)
-        TrustedProxies(server.trusted_proxy)
+        trusted_proxies(config)
         if server.metrics_host is not None and server.metrics_port is None:
             raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
         return config
@@ -50,3 +52,28 @@ class Sockets(Part):
                 state = stack.enter_context(listening_socket(settings.metrics_host or LOOPBACK, settings.metrics_port))
             server.add(Listening(clients, state))
             yield
+
+
+def check_host(host: str, *, may_serve_anyone: bool) -> None:
+    """Raise ConfigError when other machines can reach the server and nothing restricts access."""
+    if not is_loopback(host) and not may_serve_anyone:
+        raise ConfigError(
+            f"host {host} is reachable from other machines and no API key is required: give --api-key-file FILE, "
+            "or --anonymous to serve anyone"
+        )
+
+
+def trusted_proxies(config: Config) -> TrustedProxies:
+    """Raises ConfigError."""
+    try:
+        return TrustedProxies(config.server.trusted_proxy)
+    except ValueError as error:
+        raise ConfigError(f"trusted_proxy: {error}") from error
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises ListenError when the port is not available."""
+    try:
+        return accepting.listening_socket(host, port)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error

@@ -1,22 +1,13 @@
-"""Which paths there are: how a path is read, which methods it takes, and which path a client probably meant."""
+"""Which paths there are: which methods it takes, and which path a client probably meant."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from fastapi import FastAPI
 from starlette.routing import Match, Route
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_SLASHES = re.compile(rb"//+")
-
-
-def plain(path: bytes) -> bytes:
-    """The path as most servers read it: with single slashes, and without one at its end. Before %2F is decoded."""
-    if b"//" in path:
-        path = _SLASHES.sub(b"/", path)
-    return path[:-1] if len(path) > 1 and path.endswith(b"/") else path
 
 
 class Paths:

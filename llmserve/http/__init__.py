@@ -1,14 +1,18 @@
-"""HTTP/1.1: the server and the client.
+"""HTTP/1.1: a server and a client, which know nothing of what is served.
 
-asgi           : answers complete requests by an ASGI application
-client         : a small HTTP/1.1 client for one server
-connecting     : new connections to one server, and what goes wrong with them
-connection     : one client's connection
-content_coding : bodies that clients have packed
-exchange       : one request of a client, and its answer
-heads          : what the head of a request says
-proxies        : who a client is behind a proxy
-server         : the listening socket, and the server that accepts connections on the socket
-streamed       : bodies that are taken as they arrive
-turns          : turns of reading
+accepting  : the listening socket, and how connections are accepted or refused
+asgi       : answers requests by an ASGI application
+buffers    : bytes that clients keep in the server's memory
+client     : a client for one server
+connecting : new connections to one server, and what goes wrong with them
+connection : one client's connection, as a machine without I/O
+errors     : why a server does not serve a request
+exchange   : one request and its answer, the handler that answers, and what connections share
+heads      : what the head of a request says
+limits     : what a server allows its clients
+outflow    : bytes to one client, and whether the client takes them
+protocol   : drives connections on asyncio
+proxies    : who a client is behind a proxy
+reader     : bytes of one client become requests
+server     : serves a handler on a socket
 """

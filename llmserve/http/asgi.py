@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from llmserve.errors import RequestError
 from llmserve.http.exchange import Exchange
 
 log = logging.getLogger("llmserve")
 
 
-class AsgiHandler:
-    """Answers requests by an ASGI application, each in a task. refused : see Handler in listening.py."""
+class AsgiAnswers:
+    """Answers requests by an ASGI application, each in a task."""
 
-    def __init__(self, app: ASGIApp, refused: Callable[[Exchange, RequestError], None]) -> None:
-        self.refused = refused
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def admit(self, exchange: Exchange) -> None:
-        """Admit every request. No body is kept: the paths that are served by this alone take none."""
-        exchange.keeps_body = False
-
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: Exchange[Any]) -> None:
         answering = asyncio.get_running_loop().create_task(self._answer(exchange))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange[Any]) -> None:
         try:
             await run_asgi(self._app, exchange)
-        except Exception as error:  # FastAPI has answered with status 500, and raises the error again
-            exchange.refuse(RequestError("the front-end failed on this request", code="internal_error"))
-            if exchange.started:
+        except Exception as error:
+            if exchange.started:  # an application answers with status 500, and raises the error again
                 log.debug("%s %s failed", exchange.method, exchange.path, exc_info=error)
+            elif not exchange.ended:
+                exchange.refuse(error)
 
 
-async def run_asgi(app: ASGIApp, exchange: Exchange) -> None:
-    """Answer the request by the application, whose errors are raised."""
+async def run_asgi(app: ASGIApp, exchange: Exchange[Any]) -> None:
+    """Answer the request by the application, whose errors are raised. It finds the exchange in its scope."""
     gone = asyncio.get_running_loop().create_future()
     exchange.on_gone = lambda: None if gone.done() else gone.set_result(None)
     body: bytes | None = exchange.body
@@ -73,7 +67,7 @@ async def run_asgi(app: ASGIApp, exchange: Exchange) -> None:
     await app(_scope(exchange), receive, send)
 
 
-def _scope(exchange: Exchange) -> dict[str, Any]:
+def _scope(exchange: Exchange[Any]) -> dict[str, Any]:
     host, _, port = exchange.peer.rpartition(":")
     return {
         "type": "http",
@@ -88,5 +82,5 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
         "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in exchange.headers.items()],
         "client": (host, int(port)) if port else None,
         "server": None,
-        "llmserve.upload": exchange.upload,
+        "exchange": exchange,
     }

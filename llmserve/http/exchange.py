@@ -1,52 +1,180 @@
-"""One request of a client, and its answer."""
+"""One request of a client and its answer, the handler that answers, and what all connections of a server share."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from llmserve.errors import RequestError
-from llmserve.gateway.answers import error_parts
+from llmserve.http.buffers import Buffers
+from llmserve.http.errors import Refusal
+from llmserve.http.limits import ServerLimits
+from llmserve.http.outflow import Outflow
 from llmserve.http.proxies import HEADER as FORWARDED
 
-if TYPE_CHECKING:
-    from llmserve.calls.in_flight import InFlightCall
-    from llmserve.gateway.endpoints import Endpoint
-    from llmserve.http.connection import Connection
-    from llmserve.jobs.uploads import Upload
+log = logging.getLogger("llmserve")
 
-Headers = Iterable[tuple[bytes, bytes]]
+LOG_EVERY_S = 10.0
+LINGERING_MAX = 256  # connections that were refused, and wait for their clients to stop sending
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = bytes([*range(32), 127])
 NO_BODY = (204, 304)
 
+Headers = Iterable[tuple[bytes, bytes]]
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
+State = TypeVar("State")
 
-class Exchange:
+
+class Handler(Protocol[State]):
+    """What a program does with requests. State : the program's own notes on one request"""
+
+    def new_state(self) -> State:
+        """The notes on a request whose first byte has arrived."""
+        ...
+
+    def admit(self, exchange: Exchange[State]) -> Exception | None:
+        """Look at a request whose head has arrived: who asks, and who takes the body (`keeps_body`, `sink`).
+
+        Returns the error with which the request is refused without its body; None: it is not refused.
+        """
+        ...
+
+    def handle(self, exchange: Exchange[State]) -> None:
+        """Answer a complete request, now or later."""
+        ...
+
+    def refusal(self, error: Exception, exchange: Exchange[State] | None) -> Answer:
+        """The answer to a request that is refused. exchange : None for a connection that is not accepted
+
+        error : of this library (Refusal), of `admit`, or of whoever has called Exchange.refuse
+        """
+        ...
+
+
+class BodySink(Protocol):
+    """Takes a body as it arrives.
+
+    on_full  set by the connection; called with True when the client must wait, and with False when it need not any more
+    """
+
+    on_full: Callable[[bool], None] | None
+
+    def feed(self, data: bytes) -> Exception | None:
+        """Take the next bytes. Returns the error with which the request is refused."""
+        ...
+
+    def discard(self) -> None:
+        """Forget a body that nobody has taken over. Called at the end of every request."""
+        ...
+
+
+class Shared:
+    """What the connections of one server share.
+
+    now_s      the clock
+    call_soon  calls a function in the next turn of the event loop
+    on_ended   called with each request that has ended; None: nobody wants to know
+    date       the value of the header
+    cut        connections that the server closed, by reason
+    """
+
+    def __init__(
+        self,
+        handler: Handler[Any],
+        limits: ServerLimits,
+        now_s: Callable[[], float],
+        call_soon: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.now_s = now_s
+        self.call_soon = call_soon
+        self.on_ended: Callable[[Exchange[Any]], object] | None = None
+        self.buffers = Buffers(limits.buffers_bytes_max)
+        self.connections = Connections()
+        self.cut: Counter[str] = Counter()
+        self.closing = False
+        self.date = http_date()
+        self._malformed_logged_s = -math.inf
+
+    def malformed(self, peer: str, error: Exception) -> None:
+        """Log a request that is no HTTP, once in a while: anybody can send such."""
+        self.cut["malformed"] += 1
+        if self.now_s() - self._malformed_logged_s >= LOG_EVERY_S:
+            self._malformed_logged_s = self.now_s()
+            log.warning("%s sent no HTTP: %r; %d such requests so far", peer, str(error), self.cut["malformed"])
+
+
+class Connections:
+    """The open connections of a server.
+
+    idle       since when, the longest first
+    lingering  refused, and waiting for their clients to stop sending; in the order in which they were refused
+    """
+
+    def __init__(self) -> None:
+        self.all: set[Any] = set()
+        self.idle: OrderedDict[Any, float] = OrderedDict()
+        self._lingering: OrderedDict[Any, None] = OrderedDict()
+
+    def add(self, connection: Any, now_s: float) -> None:
+        self.all.add(connection)
+        self.idle[connection] = now_s
+
+    def discard(self, connection: Any) -> None:
+        self.all.discard(connection)
+        self.idle.pop(connection, None)
+        self._lingering.pop(connection, None)
+
+    def linger(self, connection: Any) -> Any:
+        """Note a connection that lingers. Returns the first of very many, which is to be closed at once; or None."""
+        self._lingering[connection] = None
+        return self._lingering.popitem(last=False)[0] if len(self._lingering) > LINGERING_MAX else None
+
+
+class Channel(Protocol):
+    """The connection of an exchange."""
+
+    shared: Shared
+    out: Outflow
+    peer: str
+
+    def answered(self, exchange: Exchange[Any]) -> None: ...
+
+
+class Exchange(Generic[State]):
     """One request and its answer. `headers` has lower-case names; of a name that is there twice the first value.
 
-    endpoint    of an engine, to which the request goes; None: the request is for this server
+    state       the handler's own notes
     common_headers  lines of the head of every answer
     on_end  called once, when the answer is written or the client has gone
     on_gone called when the client has gone before the answer's end
-    on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
-    upload      takes the body as it arrives; None: the body is kept in memory, if `keeps_body`
+    on_silence  called when nothing was written for keep_alive_s; None: the answer is no stream
+    sink        takes the body as it arrives; None: the body is kept in memory, if `keeps_body`
     keeps_body  False: no handler reads the body
     expects_continue  the client waits to be asked for the body
-    holder      who has the bytes that are kept: the key, or the address
-    in_flight   the call that answers the request, while the server has followers (listening.py)
+    holder      who has the bytes that are kept: whom the handler names, else the client's address
+    error       with which the request was refused
     status      of the answer; 0: none was given
+    seconds     from the first byte of the request to the last of the answer, when it has ended; 0.0 without `on_ended`
     written     bytes of the answer, when it has ended
     """
 
     __slots__ = (
-        *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
-        *("on_silence", "endpoint", "common_headers", "upload", "keeps_body", "expects_continue", "holder"),
-        *("_connection", "_head", "_chunked", "ended", "_grown", "started", "read", "kept"),
-        *("began_s", "in_flight", "seconds", "status", "written", "state"),
+        *("method", "path", "query", "headers", "body", "old"),
+        *("state", "common_headers", "on_end", "on_gone", "on_silence"),
+        *("sink", "keeps_body", "expects_continue", "holder", "read", "kept", "_grown"),
+        *("keep_alive", "error", "started", "ended", "_head", "_chunked", "_connection"),
+        *("began_s", "seconds", "status", "written"),
     )
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Channel) -> None:
         self._connection = connection
         self.method = self.path = ""
         self.query = b""
@@ -54,14 +182,12 @@ class Exchange:
         self.body = b""
         self.keep_alive = True
         self.old = False  # the client speaks HTTP/1.0
-        self.error: RequestError | None = None  # the answer, of a request that is refused before it is complete
+        self.error: Exception | None = None
         self.on_end: Callable[[], None] | None = None
         self.on_gone: Callable[[], None] | None = None
         self.on_silence: Callable[[], None] | None = None
-        self.endpoint: Endpoint | None = None
         self.common_headers = b""
-        self.key = ""  # name of the client's API key
-        self.upload: Upload | None = None
+        self.sink: BodySink | None = None
         self.started = False  # the head of the answer was given
         self.keeps_body = True
         self.expects_continue = False
@@ -72,12 +198,12 @@ class Exchange:
         self._head = b""
         self._chunked = False
         self.ended = False
-        self.in_flight: InFlightCall | None = None
-        self.state: Any = None  # the handler's own notes
         self.status = 0
-        self.began_s = connection.server.now_s() if connection.server.followers else 0.0
-        self.seconds = 0.0  # from the first byte of the request to the last of the answer
+        shared = connection.shared
+        self.began_s = shared.now_s() if shared.on_ended is not None else 0.0
+        self.seconds = 0.0
         self.written = 0
+        self.state: State = shared.handler.new_state()
 
     # ---- the request ----
 
@@ -93,15 +219,20 @@ class Exchange:
         if self._grown is not None:
             self.body, self._grown = bytes(self._grown), None
 
+    def keep(self, size: int) -> Refusal | None:
+        """Count bytes of the body that are kept in memory. Returns the refusal of a holder that has too many."""
+        self.kept += size
+        return self._connection.shared.buffers.keep(self.holder, size)
+
     @property
     def announces_body(self) -> bool:
         return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
 
     def replace_body(self, body: bytes) -> None:
-        """Take the unpacked body for the packed one. Raises RequestError when its holder has too many bytes."""
-        error = self._connection.server.keep(self, len(body) - len(self.body))
-        if error is not None:
-            raise error
+        """Take the unpacked body for the packed one. Raises Refusal when its holder has too many bytes."""
+        refusal = self.keep(len(body) - len(self.body))
+        if refusal is not None:
+            raise refusal
         self.body = body
 
     @property
@@ -111,24 +242,33 @@ class Exchange:
     @property
     def address(self) -> str:
         """The client's address, without its port; behind trusted proxies the one that they tell."""
-        peer, proxies = self.peer.rpartition(":")[0], self._connection.server.limits.trusted_proxies
+        peer, proxies = self.peer.rpartition(":")[0], self._connection.shared.limits.trusted_proxies
         return proxies.client_of(peer, self.headers.get(FORWARDED, "")) if proxies else peer
 
     @property
+    def followed(self) -> bool:
+        """Whether somebody hears of the end of the request."""
+        return self._connection.shared.on_ended is not None
+
+    @property
     def age_s(self) -> float:
-        """Seconds since the first byte of the request."""
-        return self._connection.server.now_s() - self.began_s
+        """Seconds since the first byte of the request; meaningless if it is not `followed`."""
+        return self._connection.shared.now_s() - self.began_s
 
     # ---- the answer ----
 
     @property
     def paused(self) -> bool:
         """Whether the client reads slower than the answer is written."""
-        return self._connection.paused
+        return self._connection.out.paused
 
     async def writable(self) -> None:
         """Wait until the client has read enough, or has gone."""
-        await self._connection.writable()
+        out = self._connection.out
+        while out.paused and not out.closed:
+            resumed = asyncio.get_running_loop().create_future()
+            out.when_writable(partial(_set, resumed))
+            await resumed
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Give the head of the answer; it is sent with the first bytes of the body. length : None: unknown."""
@@ -138,7 +278,7 @@ class Exchange:
             lines += (name, b": ", value.translate(None, CONTROL), b"\r\n")
         if self.common_headers:
             lines.append(self.common_headers)
-        lines += (b"date: ", self._connection.server.date, b"\r\n")
+        lines += (b"date: ", self._connection.shared.date, b"\r\n")
         if length is not None:
             lines.append(b"content-length: %d\r\n" % length)
         elif self.old:
@@ -152,24 +292,24 @@ class Exchange:
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
         self._head, self.started, self.status = b"".join(lines), True, status
-        self.written = -self._connection.written
+        self.written = -self._connection.out.written
 
     def write(self, data: bytes) -> None:
         if self.method == "HEAD" or not data:
             return
         head, self._head = self._head, b""
-        self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
+        self._connection.out.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
 
     def flush(self) -> None:
         """Send the head, if it waits for the first bytes of the body."""
         head, self._head = self._head, b""
         if head:
-            self._connection.write(head)
+            self._connection.out.write(head)
 
     def end(self) -> None:
         head, self._head = self._head, b""
         if rest := head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b""):
-            self._connection.write(rest)
+            self._connection.out.write(rest)
         self._finish()
         self._connection.answered(self)
 
@@ -178,11 +318,12 @@ class Exchange:
         self.write(body)
         self.end()
 
-    def refuse(self, error: RequestError) -> None:
-        """Answer with the error. Without effect on an answer that has begun."""
+    def refuse(self, error: Exception) -> None:
+        """Answer with the error. An answer that has begun stays as it is; the handler hears of the error anyway."""
+        answer = self._connection.shared.handler.refusal(error, self)
         if not self.started:
             self.error = error
-            self.respond(*error_parts(error, self.endpoint))
+            self.respond(*answer)
 
     def gone(self) -> None:
         """Note that the client has gone."""
@@ -194,20 +335,25 @@ class Exchange:
     def _finish(self) -> None:
         if not self.ended:
             self.ended, self.on_gone, self.on_silence, self._grown = True, None, None, None
+            shared = self._connection.shared
             if self.kept:
-                self._connection.server.forget(self)
-            if self.upload is not None:
-                self.upload.discard()
+                shared.buffers.release(self.holder, self.kept)
+                self.kept = 0
+            if self.sink is not None:
+                self.sink.discard()
             on_end, self.on_end = self.on_end, None
             if on_end is not None:
                 on_end()
-            server = self._connection.server
-            if server.followers:
+            if shared.on_ended is not None:
                 self.seconds = self.age_s
-                self.written += self._connection.written if self.started else 0
-                server.ended(self)
+                self.written += self._connection.out.written if self.started else 0
+                shared.on_ended(self)
 
-    def follow(self, in_flight: InFlightCall) -> None:
-        """Note the call that answers the request, for those who follow the server."""
-        if self._connection.server.followers:
-            self.in_flight = in_flight
+
+def _set(resumed: asyncio.Future[None]) -> None:
+    if not resumed.done():
+        resumed.set_result(None)
+
+
+def http_date() -> bytes:
+    return formatdate(usegmt=True).encode()

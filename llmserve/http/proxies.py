@@ -5,21 +5,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 
-from llmserve.errors import ConfigError
-
 HEADER = "x-forwarded-for"
 HOPS_MAX = 16
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedProxies:
-    """texts : addresses and networks, such as 10.0.0.0/8. Raises ConfigError."""
+    """texts : addresses and networks, such as 10.0.0.0/8. Raises ValueError."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        try:
-            self._networks = tuple([ipaddress.ip_network(text) for text in texts])
-        except ValueError as error:
-            raise ConfigError(f"trusted_proxy: {error}") from error
+        self._networks = tuple([ipaddress.ip_network(text) for text in texts])
 
     def __bool__(self) -> bool:
         return bool(self._networks)

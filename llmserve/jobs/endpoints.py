@@ -46,7 +46,7 @@ class NoBatches:
             for tail in ("", "/{rest:path}"):
                 app.add_route(path + tail, self._answer, methods=["GET", "POST", "DELETE"])
 
-    def upload(self, exchange: Exchange) -> None:
+    def upload(self, exchange: Exchange[Any]) -> Upload:
         """Refuse every upload before its body."""
         raise _no_store()
 
@@ -80,7 +80,7 @@ class BatchEndpoints:
         app.add_route(BATCHES + "/{batch_id}", self.batch, methods=["GET"])
         app.add_route(BATCHES + "/{batch_id}/cancel", self.cancel, methods=["POST"])
 
-    def upload(self, exchange: Exchange) -> Upload:
+    def upload(self, exchange: Exchange[Any]) -> Upload:
         """What takes the body of an upload whose head has arrived. Raises RequestError."""
         from llmserve.jobs.uploads import Upload
 
@@ -96,7 +96,7 @@ class BatchEndpoints:
     # ---- files ----
 
     async def add_file(self, request: Request) -> Response:
-        upload: Upload = request.scope["llmserve.upload"]
+        upload: Upload = request.scope["exchange"].sink
         file = await upload.finish()
         try:
             row = await self._jobs.add_file(upload.key, upload.filename or "", file, _checked(upload.fields))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,6 @@ class Upload:
     """One body that arrives. `feed` parses it; the bytes of its file go to `file`.
 
     on_full   called with True when the client must wait, and with False when it need not any more
-    due_s     when the body must be complete
     fields    the other fields of the body.  filename : of the file; None: there was none yet
     """
 
@@ -47,7 +45,6 @@ class Upload:
         self.filename: str | None = None
         self.file: Appended | None = None
         self.on_full: Callable[[bool], None] | None = None
-        self.due_s = math.inf
         self._new_file = new_file
         self._parser = MultipartParser(
             boundary,
@@ -76,8 +73,15 @@ class Upload:
 
     # ---- the connection's calls ----
 
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body. Raises RequestError."""
+    def feed(self, data: bytes) -> RequestError | None:
+        """Take the next bytes of the body. Returns the error with which the upload is refused."""
+        try:
+            self._feed(data)
+        except RequestError as error:
+            return error
+        return None
+
+    def _feed(self, data: bytes) -> None:
         self._fed += len(data)
         if self._fed > self.bytes_max:
             raise BodyTooLarge(f"a file has at most {FILE_BYTES_MAX:,} bytes")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from llmserve.calls.client_request import ClientExchange
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.calls.log_fields import fields_of
-from llmserve.http.exchange import Exchange
 
 log = logging.getLogger("llmserve.access")
 
@@ -17,21 +17,21 @@ def enable() -> None:
     log.setLevel(logging.INFO)
 
 
-def write(exchange: Exchange) -> None:
+def write(exchange: ClientExchange) -> None:
     """Write the line of a request that has ended. A client that left before the head of its answer has no status."""
-    call = exchange.in_flight
+    call = exchange.state.call
     fields: dict[str, Any] = {"method": exchange.method, "path": exchange.path}
     if exchange.status:
         fields["status"] = exchange.status
     fields["ms"] = _ms(exchange.seconds)
     if call is not None:
         fields |= fields_of(call) | _served(call)
-    elif exchange.key:
-        fields["key"] = exchange.key
+    elif exchange.state.key:
+        fields["key"] = exchange.state.key
     if call is not None and call.error:
         fields["error"] = call.error
-    elif exchange.error is not None:
-        fields["error"] = exchange.error.code or exchange.error.type
+    elif exchange.state.error is not None:
+        fields["error"] = exchange.state.error.code or exchange.state.error.type
     fields["bytes"] = exchange.written
     log.info("access", extra={"fields": fields})
 

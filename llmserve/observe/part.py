@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
+from llmserve.calls.client_request import ClientExchange
 from llmserve.engines.part import Connected
 from llmserve.forecasts.saver import Saver
-from llmserve.http.exchange import Exchange
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.counters import Families
 from llmserve.observe.energy import EnergyMeter, meter_of_all
@@ -18,6 +20,8 @@ from llmserve.observe.table import TABLE
 from llmserve.part import Part, Server
 from llmserve.runtime.extras import need
 from llmserve.settings.tree import Config
+
+log = logging.getLogger("llmserve")
 
 
 class Usage(Part):
@@ -54,8 +58,20 @@ class Energy(Part):
             yield
 
 
-class Followers(list[Callable[[Exchange], None]]):
+class Followers(list[Callable[[ClientExchange], None]]):
     """Hear of each request of a client that has ended."""
+
+    def tell(self, exchange: ClientExchange) -> None:
+        """Tell the followers in the next turn: the call of a request that is refused at once is not known yet."""
+        asyncio.get_running_loop().call_soon(self._tell, exchange)
+
+    def _tell(self, exchange: ClientExchange) -> None:
+        for follower in self:
+            try:
+                follower(exchange)
+            except Exception:  # the others must hear of it, too
+                log.exception("a follower of ended requests failed")
+        exchange.state.call = None  # the call knows the exchange, too: a cycle would stay until a full collection
 
 
 class Measurements(Part):

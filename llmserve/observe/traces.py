@@ -33,7 +33,7 @@ from llmserve.request import Call
 from llmserve.scheduling.messages import RequestEnded
 
 if TYPE_CHECKING:
-    from llmserve.http.exchange import Exchange
+    from llmserve.calls.client_request import ClientExchange
 
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?")
 OPERATIONS = {"chat/completions": "chat", "completions": "text_completion"}
@@ -67,7 +67,7 @@ class Traces:
         self.now_s = now_s
         self._sample = sample
 
-    def begin(self, call: Call, exchange: Exchange) -> RequestTrace | None:
+    def begin(self, call: Call, exchange: ClientExchange) -> RequestTrace | None:
         """The trace of a request; None: it has none."""
         parent = exchange.headers.get("traceparent")
         known = TRACEPARENT.fullmatch(parent) if parent is not None else None
@@ -75,9 +75,9 @@ class Traces:
             return RequestTrace(self, call, exchange) if int(known[1], 16) & 1 else None
         return RequestTrace(self, call, exchange) if random.random() < self._sample else None
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: ClientExchange) -> None:
         """End the trace of a request that has ended, if it has one. The server calls it for each."""
-        call = exchange.in_flight
+        call = exchange.state.call
         if call is not None and isinstance(call.trace, RequestTrace):
             call.trace.end(call, exchange)
 
@@ -89,7 +89,7 @@ class Traces:
 class RequestTrace:
     """The spans of one request; see in_flight.Trace."""
 
-    def __init__(self, traces: Traces, call: Call, exchange: Exchange) -> None:
+    def __init__(self, traces: Traces, call: Call, exchange: ClientExchange) -> None:
         now_ns = time.time_ns()
         self._traces = traces
         self._zero_ns = now_ns - int(1e9 * traces.now_s())  # wall time of the cluster's zero
@@ -145,7 +145,7 @@ class RequestTrace:
         self._waits_since_ns = self._ns(now_s)
         span.end(self._waits_since_ns)
 
-    def end(self, in_flight: InFlightCall, exchange: Exchange) -> None:
+    def end(self, in_flight: InFlightCall, exchange: ClientExchange) -> None:
         """End all spans: the client has its answer, or has gone."""
         now_s, door = self._traces.now_s(), self._door
         if self._engine is not None:

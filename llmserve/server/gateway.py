@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 from llmserve.gateway.app import App
-from llmserve.gateway.part import Listening
-from llmserve.http.proxies import TrustedProxies
-from llmserve.http.server import DoorLimits, accepting, base_url, is_loopback
+from llmserve.gateway.part import Listening, trusted_proxies
+from llmserve.http.accepting import base_url
+from llmserve.http.limits import ServerLimits
+from llmserve.http.server import is_loopback, running
 from llmserve.jobs.endpoints import FILES, BatchEndpoints
 from llmserve.jobs.part import has_store
 from llmserve.live.cluster import LiveCluster
@@ -39,23 +40,24 @@ class Gateway(Part):
         async with AsyncExitStack() as stack:
             if listening.state is not None:
                 few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
-                await stack.enter_async_context(accepting(app.state_handler(), listening.state, few))
+                await stack.enter_async_context(running(app.state_handler(), listening.state, few))
                 log.info("metrics are at %s/metrics, without a key", base_url(listening.state))
-            door = await stack.enter_async_context(accepting(app, listening.clients, limits))
+            door = await stack.enter_async_context(running(app, listening.clients, limits))
             metrics.follow_server(door)
-            door.followers += server.get(Followers)
+            if followers := server.get(Followers):
+                door.on_ended(followers.tell)
             yield
 
 
-def _limits(config: Config) -> DoorLimits:
-    return DoorLimits(
+def _limits(config: Config) -> ServerLimits:
+    return ServerLimits(
         config.limits.body_bytes_max,
         config.live.buffer_bytes_max,
         config.limits.buffers_bytes_max,
         config.live.client_stall_s,
         keep_alive_s=config.live.keep_alive_s,
         streamed=(FILES,),
-        trusted_proxies=TrustedProxies(config.server.trusted_proxy),
+        trusted_proxies=trusted_proxies(config),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 from llmserve.errors import Forbidden
@@ -32,7 +33,7 @@ class Browsers:
         self._checks_hosts = on_loopback and "*" not in self._hosts and "*" not in self._origins
         self._known: set[str] = set()  # hosts that have passed
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, exchange: Exchange[Any]) -> None:
         """Raises Forbidden."""
         headers = exchange.headers
         host = headers.get("host", "")

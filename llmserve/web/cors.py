@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from llmserve.http.exchange import Exchange
 from llmserve.wire.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
@@ -25,7 +26,7 @@ class Cors:
     def __bool__(self) -> bool:
         return bool(self._origins)
 
-    def allow(self, exchange: Exchange) -> None:
+    def allow(self, exchange: Exchange[Any]) -> None:
         """Let the page read the answer, if its origin is allowed."""
         origin = exchange.headers.get("origin")
         if origin is None:
@@ -39,11 +40,11 @@ class Cors:
             return
         exchange.common_headers += b"access-control-expose-headers: %b\r\n" % READABLE
 
-    def is_preflight(self, exchange: Exchange) -> bool:
+    def is_preflight(self, exchange: Exchange[Any]) -> bool:
         """Whether a browser asks if a page may send a request."""
         return exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers
 
-    def answer(self, exchange: Exchange) -> None:
+    def answer(self, exchange: Exchange[Any]) -> None:
         """Answer a preflight. It has no key: browsers send none."""
         headers = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", KEPT_S)]
         asked = exchange.headers.get("access-control-request-headers", "")

@@ -9,26 +9,25 @@ cut into packets anywhere. A difference is allowed only by name: see STRICTER an
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import h11
 import httptools
 
-from llmserve.errors import RequestError
 from llmserve.http.connection import CONTINUE, Connection
-from llmserve.http.exchange import Exchange
+from llmserve.http.errors import Refusal
+from llmserve.http.exchange import Answer, Exchange, Shared
 from llmserve.http.heads import path_and_query
-from llmserve.http.server import DoorLimits, Server, listening_socket
-from llmserve.http.turns import READ_BYTES
+from llmserve.http.limits import ServerLimits
+from llmserve.http.protocol import READ_BYTES
 
-LIMITS = DoorLimits(1 << 20, 1 << 20, 1 << 30, 60.0)
+LIMITS = ServerLimits(1 << 20, 1 << 20, 1 << 30, 60.0)
 TURNS_MAX = 1_000  # of the event loop, for all that a few requests cause
 
 
@@ -51,22 +50,18 @@ class Outcome:
 # ---- this server ----------------------------------------------------------------------------------------------------
 
 
-class Wire(asyncio.Transport):
-    """A transport without a socket: what is written stays here."""
+class Wire:
+    """A wire without a socket: what is written stays here."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.written = b""
         self.closing = self.paused = False
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes, /) -> None:
         self.written += data
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else default
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing waits to be written."""
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def pause_reading(self) -> None:
         self.paused = True
@@ -77,16 +72,13 @@ class Wire(asyncio.Transport):
     def can_write_eof(self) -> bool:
         return True
 
-    def write_eof(self) -> None:
-        self.closing = True
-
     def is_closing(self) -> bool:
         return self.closing
 
     def close(self) -> None:
         self.closing = True
 
-    abort = close
+    write_eof = abort = close
 
 
 class Recorder:
@@ -95,47 +87,53 @@ class Recorder:
     def __init__(self) -> None:
         self.outcome = Outcome()
 
-    def admit(self, exchange: Exchange) -> None:
+    def new_state(self) -> None:
+        return None
+
+    def admit(self, exchange: Exchange[None]) -> None:
         """Admit every request."""
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: Exchange[None]) -> None:
         seen = Seen(exchange.method, (exchange.path, exchange.query), exchange.headers, exchange.body)
         if "transfer-encoding" in seen.headers:  # h11 gives its value in lower case
             seen.headers["transfer-encoding"] = seen.headers["transfer-encoding"].lower()
         self.outcome.requests.append(seen)
         exchange.respond(200, [], b"")
 
-    def refused(self, exchange: Exchange, error: RequestError) -> None:
+    def refusal(self, error: Exception, exchange: Exchange[None] | None) -> Answer:
+        assert isinstance(error, Refusal)
         self.outcome.refused = True
         self.outcome.reason = self.outcome.reason or error.message
+        return error.status, [], b""
 
 
-async def ours(server: Server, pieces: list[bytes]) -> Outcome:
+def ours(pieces: list[bytes]) -> Outcome:
     """What this server sees. Each request gets exactly one final answer, and interim ones before it only."""
     recorder, wire = Recorder(), Wire()
-    server.handler = recorder
-    server.malformed = lambda peer, error: setattr(recorder.outcome, "reason", str(error))  # type: ignore[method-assign]
-    connection = Connection(server)
-    connection.connection_made(wire)
+    soon: list[Callable[[], None]] = []
+    shared = Shared(recorder, LIMITS, lambda: 0.0, soon.append)
+    shared.malformed = lambda peer, error: setattr(recorder.outcome, "reason", str(error))  # type: ignore[method-assign]
+    connection = Connection(shared, wire, None)
     for piece in pieces:
         for start in range(0, len(piece), READ_BYTES):
-            for _ in range(TURNS_MAX):
-                if not wire.paused or wire.closing:
-                    break
-                await asyncio.sleep(0)
-            assert not wire.paused or wire.closing, "the connection reads no more"
+            _turn(soon, until=lambda: not wire.paused or wire.closing)
             if wire.closing:
                 break
-            part = piece[start : start + READ_BYTES]
-            connection.get_buffer(-1)[: len(part)] = part
-            connection.buffer_updated(len(part))
-    while (connection._waiting or connection._rest) and not wire.closing:  # noqa: ASYNC110 (each turn answers one)
-        await asyncio.sleep(0)
-    connection.connection_lost(None)
+            connection.received(memoryview(piece[start : start + READ_BYTES]))
+    _turn(soon, until=lambda: not soon or wire.closing)
+    connection.lost()
     answers = wire.written.replace(CONTINUE, b"").count(b"HTTP/1.1 ")
     assert answers == len(recorder.outcome.requests) + recorder.outcome.refused, wire.written
-    assert server.body_bytes == 0
+    assert shared.buffers.used_bytes == 0
     return recorder.outcome
+
+
+def _turn(soon: list[Callable[[], None]], until: Callable[[], bool]) -> None:
+    for _ in range(TURNS_MAX):
+        if until():
+            return
+        soon.pop(0)()
+    raise AssertionError("the connection reads no more")
 
 
 # ---- h11 ------------------------------------------------------------------------------------------------------------
@@ -428,29 +426,26 @@ def difference(ours: Outcome, theirs: Outcome) -> str:
     return "matters"
 
 
-async def compare(seed: int, cases: int) -> tuple[Counter[str], list[str]]:
+def compare(seed: int, cases: int) -> tuple[Counter[str], list[str]]:
     """How many cases were equal or differed, by name, and a description of each difference that matters."""
     counts: Counter[str] = Counter()
     found = []
     draw = Draw(seed)
-    with listening_socket("127.0.0.1", 0) as listener:
-        server = Server(Recorder(), listener, LIMITS)
-        for number in range(cases):
-            pieces = draw.case()
-            mine, other = await ours(server, pieces), theirs(pieces)
-            name = difference(mine, other)
-            counts[name or ("equal, all read" if not mine.refused else "equal, refused")] += 1
-            counts["requests seen by both"] += len(mine.requests) if not name else 0
-            if name == "matters":
-                reasons = f"{mine.refused} {mine.reason!r} / {other.refused} {other.reason!r}"
-                found.append(f"case {number}: {reasons}: {b''.join(pieces)!r}\n  ours   {mine}\n  theirs {other}")
-        await server.close()
+    for number in range(cases):
+        pieces = draw.case()
+        mine, other = ours(pieces), theirs(pieces)
+        name = difference(mine, other)
+        counts[name or ("equal, all read" if not mine.refused else "equal, refused")] += 1
+        counts["requests seen by both"] += len(mine.requests) if not name else 0
+        if name == "matters":
+            reasons = f"{mine.refused} {mine.reason!r} / {other.refused} {other.reason!r}"
+            found.append(f"case {number}: {reasons}: {b''.join(pieces)!r}\n  ours   {mine}\n  theirs {other}")
     return counts, found
 
 
 def main() -> None:
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    counts, found = asyncio.run(compare(seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0, cases=cases))
+    counts, found = compare(seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0, cases=cases)
     for name, count in counts.most_common():
         print(f"{count:>8,}  {name}")
     print("\n".join(found[:20]))

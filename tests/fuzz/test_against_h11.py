@@ -7,28 +7,21 @@ import os
 import against_h11
 import h11
 import pytest
-from against_h11 import LIMITS, Recorder, compare, difference, ours, theirs
-
-from llmserve.http.server import Server, listening_socket
+from against_h11 import compare, difference, ours, theirs
 
 CASES = int(os.environ.get("FUZZ_CASES", "500"))
 UPGRADE = b"connection: upgrade\r\nupgrade: h2c\r\n"
 
 
-async def test_random_requests_are_seen_as_h11_sees_them() -> None:
-    counts, found = await compare(seed=1, cases=CASES)
+def test_random_requests_are_seen_as_h11_sees_them() -> None:
+    counts, found = compare(seed=1, cases=CASES)
     assert not found, found[0]
     assert counts["requests seen by both"] > CASES / 3
     assert counts["equal, all read"] > CASES / 5
 
 
-async def seen_by_both(*pieces: bytes) -> tuple[against_h11.Outcome, against_h11.Outcome]:
-    with listening_socket("127.0.0.1", 0) as listener:
-        server = Server(Recorder(), listener, LIMITS)
-        try:
-            return await ours(server, list(pieces)), theirs(list(pieces))
-        finally:
-            await server.close()
+def seen_by_both(*pieces: bytes) -> tuple[against_h11.Outcome, against_h11.Outcome]:
+    return ours(list(pieces)), theirs(list(pieces))
 
 
 @pytest.mark.parametrize(
@@ -56,9 +49,9 @@ async def seen_by_both(*pieces: bytes) -> tuple[against_h11.Outcome, against_h11
         (b"GET http://h/a?b#c HTTP/1.1\r\nHOST: h\r\n\r\n", 1),
     ],
 )
-async def test_these_requests_are_the_same(data: bytes, requests: int) -> None:
+def test_these_requests_are_the_same(data: bytes, requests: int) -> None:
     for pieces in ([data], [data[at : at + 1] for at in range(len(data))]):
-        mine, other = await seen_by_both(*pieces)
+        mine, other = seen_by_both(*pieces)
         assert mine.requests == other.requests
         assert len(mine.requests) == requests
         assert difference(mine, other) == ""
@@ -76,18 +69,18 @@ async def test_these_requests_are_the_same(data: bytes, requests: int) -> None:
         b"GET /a HTTP/1.1\r\nhost: h\r\nx: a\0b\r\n\r\n",
     ],
 )
-async def test_these_bytes_are_refused_by_both(data: bytes) -> None:
-    mine, other = await seen_by_both(data)
+def test_these_bytes_are_refused_by_both(data: bytes) -> None:
+    mine, other = seen_by_both(data)
     assert (mine.requests, mine.refused) == ([], True)
     assert (other.requests, other.refused) == ([], True)
 
 
-async def test_a_difference_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose body lacks a byte, or that is read although h11 refuses the bytes."""
     send = h11.Connection.receive_data
     monkeypatch.setattr(h11.Connection, "receive_data", lambda link, data: send(link, data.replace(b"hello", b"hellO")))
-    mine, other = await seen_by_both(b"POST /a HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\nhello")
+    mine, other = seen_by_both(b"POST /a HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\nhello")
     assert difference(mine, other) == "matters"
     monkeypatch.setattr(h11.Connection, "receive_data", lambda link, data: send(link, data.replace(b"x:", b"x :")))
-    mine, other = await seen_by_both(b"GET /a HTTP/1.1\r\nhost: h\r\nx: y\r\n\r\n")
+    mine, other = seen_by_both(b"GET /a HTTP/1.1\r\nhost: h\r\nx: y\r\n\r\n")
     assert difference(mine, other) == "matters"

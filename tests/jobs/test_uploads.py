@@ -13,7 +13,6 @@ import psutil
 import pytest
 from front import Front, until
 
-from llmserve.http import streamed
 from llmserve.jobs import uploads
 from llmserve.jobs.store.folder import Appended
 
@@ -106,20 +105,6 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(front: Front, t
     await until(lambda: kept(tmp_path) == [])
 
 
-async def test_a_client_that_sends_nothing_more_is_cut_off(front: Front, tmp_path: Path) -> None:
-    host, port = front.url.removeprefix("http://").split(":")
-    with mock.patch.multiple(streamed, BODY_S=0.2, BYTES_PER_S_MIN=1):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE['content-type']}\r\n"
-        head += "content-length: 9999\r\n\r\n"
-        writer.write(head.encode())
-        for _ in range(5):  # longer than the limit, but never silent for so long
-            writer.write(PURPOSE)
-            await asyncio.sleep(0.1)
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
-        writer.close()
-
-
 async def test_a_slow_disk_holds_the_client_back_and_no_online_request(front: Front) -> None:
     """20 MB that are written at some 20 MB/s never fill the memory."""
     write, most, process = Appended.write, 0, psutil.Process()
@@ -154,25 +139,6 @@ async def test_a_wrong_head_is_answered_without_the_body(front: Front) -> None:
     writer.write(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 99999\r\n\r\n")
     assert b" 400 " in await asyncio.wait_for(reader.readline(), 30)
     writer.close()
-
-
-async def test_an_upload_that_trickles_is_cut_off_and_one_at_a_fair_rate_is_not(front: Front, tmp_path: Path) -> None:
-    host, port = front.url.removeprefix("http://").split(":")
-    head = (
-        f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE['content-type']}\r\ncontent-length: 99999\r\n\r\n"
-    )
-    with mock.patch.object(streamed, "BODY_S", 0.5):
-        answers = []
-        for part in (b"x", b"x" * 4_000):  # 10 bytes a second, 40 kB a second
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(head.encode() + PURPOSE + FILE)
-            for _ in range(20):
-                writer.write(part)
-                await asyncio.sleep(0.1)
-            writer.write(b"x" * 99_999)
-            answers.append(await asyncio.wait_for(reader.readline(), 30))
-            writer.close()
-    assert [line[:12] for line in answers] == [b"HTTP/1.1 408", b"HTTP/1.1 400"], "the second has no last boundary"
 
 
 async def test_a_client_that_leaves_while_the_last_bytes_are_written_leaves_no_traceback(

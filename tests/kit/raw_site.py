@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from llmserve.errors import RequestError, Unauthorized
-from llmserve.http.exchange import Exchange
-from llmserve.http.server import DoorLimits, Server, accepting, listening_socket
+from llmserve.http.accepting import listening_socket
+from llmserve.http.errors import Refusal
+from llmserve.http.exchange import Answer, Exchange
+from llmserve.http.limits import ServerLimits
+from llmserve.http.server import Server, running
 
 POST = b"POST /v1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\nhello"
 
@@ -21,31 +23,35 @@ class Echo:
     """
 
     def __init__(self) -> None:
-        self.held: list[Exchange] = []
-        self.gone: list[Exchange] = []
+        self.held: list[Exchange[None]] = []
+        self.gone: list[Exchange[None]] = []
         self.ended = 0
-        self.refusals: list[str | None] = []
+        self.refusals: list[str] = []
 
-    def admit(self, exchange: Exchange) -> None:
+    def new_state(self) -> None:
+        return None
+
+    def admit(self, exchange: Exchange[None]) -> Exception | None:
         def end() -> None:
             self.ended += 1
 
         exchange.on_end = end
         exchange.keeps_body = exchange.path != "/none"
-        if exchange.path == "/secret":
-            raise Unauthorized("no key")
         if exchange.path.startswith("/of/"):
-            exchange.key = exchange.path.removeprefix("/of/")
+            exchange.holder = exchange.path.removeprefix("/of/")
+        return Refusal(401, "no_key", "no key") if exchange.path == "/secret" else None
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: Exchange[None]) -> None:
         exchange.on_gone = lambda: self.gone.append(exchange)
         if exchange.path == "/held" or exchange.query == b"held":
             self.held.append(exchange)
         else:
             exchange.respond(200, [], f"{exchange.method} {exchange.path} ".encode() + exchange.body)
 
-    def refused(self, exchange: Exchange, error: RequestError) -> None:
-        self.refusals.append(error.code)
+    def refusal(self, error: Exception, exchange: Exchange[None] | None) -> Answer:
+        assert isinstance(error, Refusal)
+        self.refusals.append(error.reason)
+        return error.status, [], error.reason.encode()
 
 
 class Client:
@@ -93,11 +99,11 @@ class Site:
 
 @asynccontextmanager
 async def site(**limits: Any) -> AsyncIterator[Site]:
-    """A running server. limits : as in DoorLimits."""
+    """A running server. limits : as in ServerLimits."""
     echo = Echo()
     with listening_socket("127.0.0.1", 0) as listener:
-        all_limits = DoorLimits(**{**LIMITS, **limits})
-        async with accepting(echo, listener, all_limits) as server:
+        all_limits = ServerLimits(**{**LIMITS, **limits})
+        async with running(echo, listener, all_limits) as server:
             made = Site(server, echo, listener.getsockname()[1])
             try:
                 yield made

@@ -36,12 +36,15 @@ from kit.tables import cells, show
 
 from llmserve.engines.engine import Health, ServedModel
 from llmserve.gateway.app import App
+from llmserve.http.accepting import listening_socket
 from llmserve.http.connection import Connection
-from llmserve.http.server import DoorLimits, Server, listening_socket
+from llmserve.http.limits import ServerLimits
+from llmserve.http.server import Server
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.observe.metrics import Metrics
+from llmserve.observe.part import Followers
 from llmserve.request import EngineInfo
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import ApiConfig
@@ -164,9 +167,8 @@ async def one_turn(variant: str, requests: int, repetitions: int) -> float:
     traces = traces_of(variant, cluster, metrics)
     more = {"traces": traces} if traces is not None else {}
     app = App(cluster, metrics, KeyLimits(KeyFile(keys={})), ApiConfig(), **more)
-    server = Server(app, listening_socket("127.0.0.1", 0), DoorLimits(1 << 20, 1 << 20, 1 << 30, 60.0))
-    if traces is not None:
-        server.followers.append(traces.ended)
+    server = Server(app, listening_socket("127.0.0.1", 0), ServerLimits(1 << 20, 1 << 20, 1 << 30, 60.0))
+    followers = Followers([traces.ended] if traces is not None else [])
     if variant == "access log":
         from llmserve.observe import access_log
         from llmserve.runtime import logs
@@ -175,20 +177,21 @@ async def one_turn(variant: str, requests: int, repetitions: int) -> float:
         handler = logging.StreamHandler(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115 (as standard error)
         handler.setFormatter(logs.TextLines())
         logging.getLogger().addHandler(handler)
-        server.followers.append(access_log.write)
+        followers.append(access_log.write)
+    if followers:
+        server.on_ended(followers.tell)
     cluster.start()
     while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (once)
         await asyncio.sleep(0.01)
-    connection = Connection(server)
-    connection.connection_made(Client())
-    data = [request(stream=stream) for stream in (False, True)]
+    connection = Connection(server.shared, Client(), ("127.0.0.1", 1))
+    data = [memoryview(request(stream=stream)) for stream in (False, True)]
     times_us = []
     for _ in range(repetitions):
         gc.collect()
         began_s = time.process_time()
         for number in range(requests):
-            connection.data_received(data[number % 2])
-            while not connection.idle:  # noqa: ASYNC110 (the turns of the event loop are what is measured)
+            connection.received(data[number % 2])
+            while connection not in server.shared.connections.idle:  # noqa: ASYNC110 (the turns of the event loop are what is measured)
                 await asyncio.sleep(0)
         times_us.append(1e6 * (time.process_time() - began_s) / requests)
     await cluster.close()

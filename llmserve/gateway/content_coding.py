@@ -10,6 +10,7 @@ import importlib.util
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from llmserve.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 from llmserve.http.exchange import Exchange
@@ -25,7 +26,7 @@ _WITH_ZSTD = importlib.util.find_spec("zstandard") is not None
 ACCEPTED = ("gzip", "deflate", "zstd") if _WITH_ZSTD else ("gzip", "deflate")
 
 
-def codings_of(exchange: Exchange) -> list[str]:
+def codings_of(exchange: Exchange[Any]) -> list[str]:
     """How the body is packed, in the order in which it was. Raises UnsupportedMediaType."""
     given = [name.strip().lower().removeprefix("x-") for name in exchange.headers.get(HEADER, "").split(",")]
     codings = [name for name in given if name not in ("", "identity")]
@@ -46,8 +47,8 @@ class Unpacker:
         self._bytes_max = bytes_max
         self._gate = asyncio.Lock()
 
-    async def unpack(self, exchange: Exchange) -> None:
-        """Put the unpacked body in the place of the packed one. Raises RequestError."""
+    async def unpack(self, exchange: Exchange[Any]) -> None:
+        """Put the unpacked body in the place of the packed one. Raises RequestError, or Refusal."""
         codings = codings_of(exchange)
         async with self._gate:
             body = await asyncio.to_thread(unpacked, exchange.body, codings, self._bytes_max)

@@ -17,7 +17,7 @@ from front import Front, StartFront
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import BadRequest, BodyTooLarge
-from llmserve.http.content_coding import MEMBERS_MAX, unpacked
+from llmserve.gateway.content_coding import MEMBERS_MAX, unpacked
 from llmserve.settings.tree import ApiConfig
 
 CHAT = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}).encode()
