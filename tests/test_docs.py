@@ -26,7 +26,8 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
-SCRIPT = re.compile(r"\bscripts/[\w/]+(?:\.py)?\b")
+SCRIPT = re.compile(r"(?<![:\w])scripts/[\w/]+(?:\.py)?\b")
+ONCE = re.compile(r"`git show\s+([0-9a-f]{7,}:[\w/.]+)`")  # a script that has left the tree, and a commit that has it
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
@@ -179,6 +180,18 @@ def test_wrong_commands_are_detected() -> None:
 def test_every_named_script_exists(page: Path) -> None:
     named = {name.rstrip("/") for name in SCRIPT.findall(page.read_text())} - {"scripts/lab"}
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_every_script_that_has_left_is_in_the_commit_that_its_page_names() -> None:
+    named = sorted({name for page in PAGES for name in ONCE.findall(page.read_text())})
+    assert named
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("this checkout does not have the history")
+    assert [name for name in named if git("cat-file", "-e", name).returncode] == []
 
 
 # ---- examples ---------------------------------------------------------------------------------------------------
