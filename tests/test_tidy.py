@@ -47,6 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tenants",),
     ("gateway",),
     ("jobs",),
+    ("webhook",),
     ("web",),
     ("planning",),
     ("simulation",),

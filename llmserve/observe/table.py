@@ -134,7 +134,14 @@ RUNS = (  # run_counts.py
     _counter("prompt_tokens", "Tokens of prompts that were answered, as the engines count them", "model", "engine"),
     _counter("output_tokens", "Output tokens of complete answers", "model", "engine"),
 )
-COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS)
+WEBHOOK = (  # webhook/part.py; only with a receiver
+    _counter(
+        "batch_webhooks",
+        "Batches that ended, by what came of telling the receiver: sent, or given_up after the last try",
+        "outcome",
+    ),
+)
+COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS, *WEBHOOK)
 
 # ---- read -----------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from llmserve.part import Part
 from llmserve.planning.part import Plan, Regrouping
 from llmserve.server.gateway import Gateway
 from llmserve.tenants.part import KeyFiles, Keys
+from llmserve.webhook.part import Webhook
 
 Parts = tuple[Part | tuple[Part, ...], ...]
 
@@ -32,6 +33,7 @@ PARTS: Parts = (
     Measurements(),
     Keys(),
     Jobs(),
+    Webhook(),
     Traces(),
     AccessLog(),
     Gateway(),

@@ -49,3 +49,19 @@ class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2_000
     batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
     batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0
+    batch_webhook: Annotated[
+        str | None,
+        Meta(
+            description="URL that gets each batch by POST when the batch has ended, as GET /v1/batches/{id} shows it; "
+            "a receiver that does not answer with 2xx is told again, with growing pauses",
+            extra={"metavar": "URL"},
+        ),
+    ] = None
+    batch_webhook_key_file: Annotated[
+        str | None,
+        Meta(
+            description="file with the key that signs these requests (HMAC-SHA256, standardwebhooks.com), so that "
+            "the receiver can trust them (default: they are not signed)",
+            extra={"metavar": "FILE"},
+        ),
+    ] = None

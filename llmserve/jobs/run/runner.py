@@ -46,8 +46,10 @@ T = TypeVar("T")
 class Runner:
     """One for a server: `start()` inside the event loop, `close()` at the end.
 
-    keep_s  how long files of results are kept; None: for ever
-    clock   unix time
+    keep_s   how long files of results are kept; None: for ever
+    clock    unix time
+    on_left  called with key and id of each batch that is not this server's work any more: the batch has ended, or
+             another server has taken it
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Runner:
         self.estimates = Estimates(folder, submitter)
         self.feeder = ItemFeeder(self.jobs, self.recorder, submitter, clock)
         self._loading = asyncio.Semaphore(LOADS_MAX)
+        self.on_left: list[Callable[[str, str], None]] = []
 
     # ---- for the server ----
 
@@ -220,6 +223,8 @@ class Runner:
             pause_s = min(2 * pause_s, AGAIN_S_MAX)
         self._tasks.pop(job.id, None)
         self._forget(job.id)
+        for listener in self.on_left:
+            listener(job.key, job.id)
 
     async def _validate(self, job: Job, row: BatchRow) -> None:
         part = await self._store.input(row)
