@@ -71,8 +71,8 @@ def _service(server: Server) -> AbstractAsyncContextManager[JobService]:
     """The jobs of the store that the settings name, inside the block."""
     from llmserve.jobs.service import opened
     from llmserve.jobs.store.batches import BatchLimits
-    from llmserve.jobs.store.database import sqlite_url
     from llmserve.jobs.store.files import FileLimits
+    from llmserve.jobs.store.sqlite import sqlite_url
     from llmserve.jobs.submission import LineDoor
 
     config, jobs, state = server.config, server.config.jobs, server.config.server.state

@@ -21,12 +21,11 @@ from llmserve.jobs.run.estimates import Work
 from llmserve.jobs.run.input_checker import InputChecker
 from llmserve.jobs.run.item_feeder import Submitter
 from llmserve.jobs.run.runner import Runner
-from llmserve.jobs.store import database
 from llmserve.jobs.store.batches import BatchLimits, BatchStore
 from llmserve.jobs.store.files import FileLimits, FileStore
 from llmserve.jobs.store.folder import Appended, Folder
+from llmserve.jobs.store.opening import opened as database_opened
 from llmserve.jobs.store.owner import OwnerStore
-from llmserve.jobs.store.ownership import Ownership
 from llmserve.jobs.store.rows import Part
 from llmserve.jobs.store.servers import Servers
 from llmserve.jobs.store.upload_quota import UploadQuota
@@ -45,7 +44,6 @@ class JobService:
         self,
         files: FileStore,
         batches: BatchStore,
-        work: OwnerStore,
         folder: Folder,
         runner: Runner,
         *,
@@ -53,7 +51,6 @@ class JobService:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.files, self.batches, self.folder, self.runner = files, batches, folder, runner
-        self._work = work
         self._uploads = UploadQuota(folder, files.limits)
         self._keep_s = days * DAY_S
         self._clock = clock
@@ -108,7 +105,7 @@ class JobService:
     async def _estimate(self, row: BatchRow) -> None:
         """Learn what a new batch will take, as far as that is possible: the batch is there whatever comes of it."""
         try:
-            if row.status == "validating" and (parts := await self._work.input(row)):
+            if row.status == "validating" and (parts := await self.runner.store.input(row)):
                 await self.runner.estimates.of(row, parts[0])
         except (SQLAlchemyError, OSError) as error:
             log.warning("what batch %s will take is not known: %s", row.id, error)
@@ -163,7 +160,7 @@ class JobService:
         names = await self.files.delete_expired(now_s)
         await self.batches.delete_batches(now_s - self._keep_s)
         await asyncio.to_thread(self.folder.remove, names)
-        alive = await self._work.alive()
+        alive = await self.runner.store.alive()
         needed = await self.files.names()
         await asyncio.to_thread(self.folder.sweep, alive, needed)
         self._uploads.stored_bytes = await self.files.bytes_stored()
@@ -196,19 +193,18 @@ async def opened(
     url : of the database.  path : folder of the files
     """
     folder = Folder(path)
-    base = await database.opened(url)
+    database = await database_opened(url)
     try:
-        servers = Servers(base)
-        work, ownership = OwnerStore(base, servers), Ownership(base, servers)
-        folder.generation = await ownership.begin()
-        checking = InputChecker(
+        servers = Servers(database)
+        folder.generation = await servers.begin()
+        checker = InputChecker(
             folder,
             line_bytes_max=line_bytes_max,
             prompt_chars_max=prompt_chars_max,
             tokens_queued_max=tokens_queued_max,
         )
-        runner = Runner(work, folder, ownership, checking, submitter, keep_s=days * DAY_S)
-        files = FileStore(base, servers, limits)
-        yield JobService(files, BatchStore(base, batch_limits), work, folder, runner, days=days)
+        runner = Runner(OwnerStore(database, servers), folder, checker, submitter, keep_s=days * DAY_S)
+        files = FileStore(database, servers, limits)
+        yield JobService(files, BatchStore(database, batch_limits), folder, runner, days=days)
     finally:
-        await base.close()
+        await database.close()

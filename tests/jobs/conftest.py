@@ -14,7 +14,7 @@ from front import Front, StartFront
 from kit.postgres import Cluster, cluster, programs
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.jobs.store.database import sqlite_url
+from llmserve.jobs.store.sqlite import sqlite_url
 from llmserve.settings.tree import ServerConfig
 
 _databases = itertools.count()

@@ -117,9 +117,8 @@ class LiveConnection:
 class DiskDatabase:
     """Stands for Database."""
 
-    is_sqlite = True
-
-    def __init__(self, disk: Disk, server: Server) -> None:
+    def __init__(self, disk: Disk, server: Server, presence: _Presence) -> None:
+        self.presence = presence
         self._disk, self._server = disk, server
 
     @contextlib.asynccontextmanager
@@ -158,16 +157,15 @@ class Server:
     def __init__(self, world: World) -> None:
         self.world = world
         self.dead = self.writing = False
-        base: Any = DiskDatabase(world.disk, self)
+        base: Any = DiskDatabase(world.disk, self, _Presence(world, self))
         self.servers = Servers(base)
         self.files = FileStore(base, self.servers, FileLimits())
         self.batches = BatchStore(base, BatchLimits())
         self.work = OwnerStore(base, self.servers)
         self.folder = Folder(world.home / "files")
-        parts: Any = _Ownership(world, self), _Checking(world, self), Door(world, self)
-        ownership, checking, door = parts
-        self.ownership = ownership
-        self.runner = Runner(self.work, self.folder, ownership, checking, door, clock=world.clock)
+        parts: Any = _Checker(world, self), Door(world, self)
+        checker, door = parts
+        self.runner = Runner(self.work, self.folder, checker, door, clock=world.clock)
 
     async def breathe(self) -> None:
         """A moment at which the server may be found dead."""
@@ -178,29 +176,32 @@ class Server:
             await asyncio.Event().wait()
 
 
-class _Ownership:
-    """Stands for Ownership: the world knows who is alive."""
+class _Presence:
+    """Stands for a Presence: the world knows who is alive."""
+
+    is_lost = False
 
     def __init__(self, world: World, server: Server) -> None:
         self._world, self._server = world, server
 
-    async def _hold(self, generation: int) -> None:
+    async def begin(self) -> None:
+        """Nothing to prepare."""
+
+    async def hold(self, generation: int) -> None:
         self._world.generations[generation] = self._server
 
-    async def begin(self) -> int:
-        return await self._server.servers.begin("server", 0.0, self._hold)
+    async def check(self) -> None:
+        """Nothing is lost before the server dies."""
 
-    async def still_alive(self) -> bool:
-        for generation in await self._server.servers.others():
-            if generation in self._world.generations and self._world.generations[generation].dead:
-                await self._server.servers.bury(generation)
-        return await self._server.servers.is_alive()
+    async def is_dead(self, generation: int) -> bool:
+        server = self._world.generations.get(generation)
+        return server is not None and server.dead
 
     async def end(self) -> None:
         """Nothing is held."""
 
 
-class _Checking:
+class _Checker:
     """Stands for InputChecker: the same validation, in this process."""
 
     def __init__(self, world: World, server: Server) -> None:
@@ -330,7 +331,7 @@ class World:
         for _ in range(100):
             server = Server(self)
             try:
-                server.folder.generation = await server.ownership.begin()
+                server.folder.generation = await server.servers.begin()
                 break
             except OperationalError as error:
                 last = error

@@ -9,7 +9,9 @@ from unittest import mock
 import aiosqlite
 from sqlalchemy import insert
 
-from llmserve.jobs.store.database import Database, opened, sqlite_url
+from llmserve.jobs.store.database import Database
+from llmserve.jobs.store.opening import opened
+from llmserve.jobs.store.sqlite import sqlite_url
 from llmserve.jobs.store.tables import servers
 
 

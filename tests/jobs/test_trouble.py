@@ -17,9 +17,9 @@ from sqlalchemy.exc import OperationalError
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.jobs.store import batches as batch_store
 from llmserve.jobs.store import files as file_store
-from llmserve.jobs.store.database import BUSY_S
 from llmserve.jobs.store.folder import Appended
 from llmserve.jobs.store.owner import OwnerStore
+from llmserve.jobs.store.sqlite import BUSY_S
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, JobsConfig, LiveConfig, ServerConfig
 

@@ -28,7 +28,6 @@ from llmserve.jobs.run.recorder import Recorder, trouble_of
 from llmserve.jobs.run.validation import INPUT_DAMAGED
 from llmserve.jobs.store.folder import Folder
 from llmserve.jobs.store.owner import CLAIMS_MAX, Kept, Owned, OwnerStore
-from llmserve.jobs.store.ownership import Ownership
 from llmserve.jobs.store.rows import Segment
 from llmserve.runtime.lasting import lasting
 
@@ -56,15 +55,14 @@ class Runner:
         self,
         store: OwnerStore,
         folder: Folder,
-        ownership: Ownership,
-        checking: InputChecker,
+        checker: InputChecker,
         submitter: Submitter,
         *,
         keep_s: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._folder, self._ownership = store, folder, ownership
-        self._checking, self._keep_s, self._clock = checking, keep_s, clock
+        self.store, self._folder, self._checker = store, folder, checker
+        self._keep_s, self._clock = keep_s, clock
         self.recorder = Recorder(store, folder, self._noted)
         self.jobs: dict[str, Job] = {}
         self.trouble: str | None = None  # why the store cannot be used now
@@ -96,8 +94,8 @@ class Runner:
         await self._drop_all()
         await self.recorder.close()
         with contextlib.suppress(SQLAlchemyError):
-            await self._store.release()
-        await self._ownership.end()
+            await self.store.release()
+        await self.store.servers.end()
 
     def notice(self, batch_id: str | None = None) -> None:
         """Look at a batch that a client has changed, or for new ones, at once."""
@@ -137,12 +135,12 @@ class Runner:
                     await self._look.wait()
 
     async def _claim_all(self) -> None:
-        if not await self._ownership.still_alive():
+        if not await self.store.servers.still_alive():
             log.warning("batch jobs: the store has taken this server for dead; it begins again")
             await self._drop_all()
-            self._folder.generation = await self._ownership.begin()
+            self._folder.generation = await self.store.servers.begin()
         unknown = []
-        for seen in await self._store.owned():
+        for seen in await self.store.owned():
             known = self.jobs.get(seen.id)
             if known is None or known.epoch != seen.epoch:
                 unknown.append(seen)
@@ -150,7 +148,7 @@ class Runner:
                 known.changed.set()
         for begin in range(0, len(unknown), CLAIMS_MAX):
             await self._claim(unknown[begin : begin + CLAIMS_MAX])
-        while found := await self._store.claimable():
+        while found := await self.store.claimable():
             await self._claim(found)
             if len(found) < CLAIMS_MAX:
                 break
@@ -159,7 +157,7 @@ class Runner:
         for one in seen:
             if one.id in self._tasks:  # of an older epoch
                 await self._drop(one.id)
-        for row in await self._store.claim(seen, int(self._clock())):
+        for row in await self.store.claim(seen, int(self._clock())):
             job = self.jobs[row.id] = Job(row)
             self._tasks[row.id] = lasting(f"the work on batch {row.id}", partial(self._work, job))
 
@@ -198,7 +196,7 @@ class Runner:
         while True:
             job.changed.clear()
             try:
-                row = await self._store.own(job.id, job.epoch)
+                row = await self.store.own(job.id, job.epoch)
                 if row is None:
                     break
                 await steps[row.status](job, row)
@@ -215,7 +213,7 @@ class Runner:
                 log.error("batch %s fails: its row is damaged: %s", job.id, error)
                 job.trouble = "row_damaged"
                 with contextlib.suppress(SQLAlchemyError):  # the next look tries again
-                    await self._store.give_up(job.id, job.epoch, int(self._clock()))
+                    await self.store.give_up(job.id, job.epoch, int(self._clock()))
             except Exception:
                 log.exception("batch %s stands still: the server failed on it", job.id)
                 job.trouble = "internal_error"
@@ -227,25 +225,25 @@ class Runner:
             listener(job.key, job.id)
 
     async def _validate(self, job: Job, row: BatchRow) -> None:
-        part = await self._store.input(row)
+        part = await self.store.input(row)
         if part is None:
             await self._fail(row, [GONE])
             return
         if self._clock() >= row.expires_at:
             await self._finish(row, "expired")
             return
-        checked = await _unless(job.changed, self._checking.checked(row, part[0]))
+        checked = await _unless(job.changed, self._checker.checked(row, part[0]))
         if checked is None:  # cancelled meanwhile
             return
         report, _ = checked
-        errors = report.errors or await self._checking.too_much(self._store, row, report)
+        errors = report.errors or await self._checker.too_much(self.store, row, report)
         if errors:
             await self._fail(row, errors)
             return
         job.trouble = None
         now_s = int(self._clock())
         values = {"in_progress_at": now_s, "total": report.lines, "tokens": report.tokens}
-        await self._store.change(row.id, "validating", row.epoch, "in_progress", **values)
+        await self.store.change(row.id, "validating", row.epoch, "in_progress", **values)
 
     async def _fail(self, row: BatchRow, errors: Sequence[LineError], kept: Kept | None = None) -> None:
         """End a batch that cannot run, or cannot go on. The results that it has are in its files."""
@@ -272,7 +270,7 @@ class Runner:
         if job.is_done and job.expired:
             await self._finish(row, "expired")
         elif job.is_done:
-            await self._store.change(row.id, "in_progress", row.epoch, "finalizing", finalizing_at=int(self._clock()))
+            await self.store.change(row.id, "in_progress", row.epoch, "finalizing", finalizing_at=int(self._clock()))
         elif job.loaded is not None and self._clock() >= row.expires_at:
             await self._expire(job, row)
 
@@ -287,16 +285,16 @@ class Runner:
     async def _load(self, job: Job, row: BatchRow) -> bool:
         """Read what the lines need. False: the batch has failed, for the disk has damaged what it needs."""
         async with self._loading:
-            parts = await self._store.input(row)
+            parts = await self.store.input(row)
             if parts is None:
                 await self._fail(row, [GONE])
                 return False
-            report, index = await self._checking.checked(row, parts[0])
+            report, index = await self._checker.checked(row, parts[0])
             if report.errors:
                 await self._fail(row, report.errors)
                 return False
             job.work = await self.estimates.of(row, parts[0])
-            segments = await self._store.segments(row.id)
+            segments = await self.store.segments(row.id)
             loaded = await asyncio.to_thread(load, self._folder.path, parts[0], report, index, row.id, segments)
             if loaded.damaged:
                 await self._fail_damaged(row, loaded, segments)
@@ -355,7 +353,7 @@ class Runner:
         self, row: BatchRow, after: Status, errors: Sequence[LineError] = (), kept: Kept | None = None
     ) -> None:
         now_s = int(self._clock())
-        await self._store.finish(row, row.status, after, now_s=now_s, keep_s=self._keep_s, kept=kept, errors=errors)
+        await self.store.finish(row, row.status, after, now_s=now_s, keep_s=self._keep_s, kept=kept, errors=errors)
 
     def _noted(self, batch_id: str, epoch: int, status: Status | None) -> None:
         """The recorder has seen the status of a batch."""

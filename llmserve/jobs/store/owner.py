@@ -54,21 +54,21 @@ class Kept(NamedTuple):
 
 
 class OwnerStore:
-    """The operations of owners on batches. All raise SQLAlchemyError."""
+    """The operations of owners on batches. All raise SQLAlchemyError. servers : this server among all"""
 
     def __init__(self, database: Database, servers: Servers) -> None:
-        self._database, self._servers = database, servers
+        self._database, self.servers = database, servers
 
     async def owned(self) -> list[Owned]:
         """The active batches of this server."""
-        mine = batches.c.owner == self._servers.generation, batches.c.status.in_(ACTIVE)
+        mine = batches.c.owner == self.servers.generation, batches.c.status.in_(ACTIVE)
         async with self._database.read() as connection:
             rows = await connection.execute(select(batches.c.id, batches.c.epoch, batches.c.status).where(*mine))
             return [Owned(*row) for row in rows]
 
     async def alive(self) -> set[int]:
         """The generations that count as alive."""
-        return {self._servers.generation, *await self._servers.others()}
+        return {self.servers.generation, *await self.servers.others()}
 
     async def claimable(self, most: int = CLAIMS_MAX) -> list[Owned]:
         """Active batches without an owner that counts as alive, the earliest deadlines first."""
@@ -86,11 +86,11 @@ class OwnerStore:
         """
         claimed = []
         async with self._database.write() as connection:
-            if not await is_alive(connection, self._servers.generation):
+            if not await is_alive(connection, self.servers.generation):
                 return []
             for one in seen:
                 same = batches.c.id == one.id, batches.c.epoch == one.epoch, batches.c.status.in_(ACTIVE)
-                values = {"owner": self._servers.generation, "epoch": one.epoch + 1}
+                values = {"owner": self.servers.generation, "epoch": one.epoch + 1}
                 taken = update(batches).where(*same).values(values).returning(batches)
                 if (row := (await connection.execute(taken)).one_or_none()) is not None:
                     claimed.append(row)
@@ -103,9 +103,9 @@ class OwnerStore:
         """Give up all batches of this server, which ends."""
         async with self._database.write() as connection:
             await connection.execute(
-                update(batches).where(batches.c.owner == self._servers.generation).values(owner=None)
+                update(batches).where(batches.c.owner == self.servers.generation).values(owner=None)
             )
-            await connection.execute(delete(servers).where(servers.c.generation == self._servers.generation))
+            await connection.execute(delete(servers).where(servers.c.generation == self.servers.generation))
 
     async def own(self, batch_id: str, epoch: int) -> BatchRow | None:
         """The batch as it is now; None: it has ended, or another server has taken it."""
@@ -146,7 +146,7 @@ class OwnerStore:
         """Note that results are safe. May be repeated. Returns the statuses of the batches that are still owned."""
         statuses: dict[str, Status] = {}
         async with self._database.write() as connection:
-            if not await is_alive(connection, self._servers.generation):
+            if not await is_alive(connection, self.servers.generation):
                 return {}  # the files of this server may have been swept
             for one in progress:
                 mine = batches.c.id == one.batch_id, batches.c.epoch == one.epoch, batches.c.status.in_(ACTIVE)

@@ -1,10 +1,13 @@
-"""The servers that share a store."""
+"""The servers that share a store: each takes a generation number, and its row says that it counts as alive."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import os
+import socket
+import time
 
 from sqlalchemy import delete, insert, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from llmserve.jobs.store.database import Database
 from llmserve.jobs.store.rows import is_alive
@@ -12,23 +15,43 @@ from llmserve.jobs.store.tables import servers
 
 
 class Servers:
-    """Which generations count as alive. All methods raise SQLAlchemyError.
+    """This server among those of the store. All methods raise SQLAlchemyError.
 
     generation : of this server, from `begin` on
     """
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self._database, self._presence = database, database.presence
         self.generation = 0
 
-    async def begin(self, name: str, now_s: float, hold: Callable[[int], Awaitable[None]]) -> int:
-        """Take the next generation. hold : called with it before other servers can see it"""
-        new = insert(servers).values(name=name, started_at=now_s).returning(servers.c.generation)
+    async def begin(self) -> int:
+        """Begin a life under the next generation, and bury the servers that have died. Returns the generation."""
+        await self._presence.end()
+        await self._presence.begin()
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        new = insert(servers).values(name=name, started_at=time.time()).returning(servers.c.generation)
         async with self._database.write() as connection:
             generation = (await connection.execute(new)).scalar_one()
-            await hold(generation)
+            await self._presence.hold(generation)  # before other servers can see the row
         self.generation = generation
+        await self.bury_dead()
         return self.generation
+
+    async def still_alive(self) -> bool:
+        """Whether the generation of this server still stands. Buries the servers that have died."""
+        try:
+            await self._presence.check()
+            await self.bury_dead()
+        except SQLAlchemyError:
+            if self._presence.is_lost:
+                return False
+            raise
+        return await self.is_alive()
+
+    async def is_alive(self) -> bool:
+        """Whether this server counts as alive."""
+        async with self._database.read() as connection:
+            return await is_alive(connection, self.generation)
 
     async def others(self) -> list[int]:
         """Generations of other servers that count as alive."""
@@ -36,12 +59,13 @@ class Servers:
             rows = await connection.execute(select(servers.c.generation))
             return [generation for (generation,) in rows if generation != self.generation]
 
-    async def bury(self, generation: int) -> None:
-        """Let a server count as dead. Its batches may be claimed, and its uploads fail."""
-        async with self._database.write() as connection:
-            await connection.execute(delete(servers).where(servers.c.generation == generation))
+    async def bury_dead(self) -> None:
+        """Let servers that have died count as dead: their batches may be claimed, and their uploads fail."""
+        for generation in await self.others():
+            if await self._presence.is_dead(generation):
+                async with self._database.write() as connection:
+                    await connection.execute(delete(servers).where(servers.c.generation == generation))
 
-    async def is_alive(self) -> bool:
-        """Whether this server still counts as alive."""
-        async with self._database.read() as connection:
-            return await is_alive(connection, self.generation)
+    async def end(self) -> None:
+        """End the life of this server."""
+        await self._presence.end()

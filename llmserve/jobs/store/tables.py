@@ -5,11 +5,16 @@ files     what clients see as files; the bytes are in parts
 parts     the parts of each file in order: a name in the folder of the store, and how many of its bytes count
 batches   the jobs
 segments  files to which one owner of a job appends results, and how many of their bytes are safe
+
+To change the tables, change them here, and say in ADDED what the new version adds: a store of an earlier version gets
+these columns when it is opened.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, ForeignKey, Integer, MetaData, Table, Text, UniqueConstraint
+from typing import Any
+
+from sqlalchemy import BigInteger, Column, Float, ForeignKey, Integer, MetaData, String, Table, Text, UniqueConstraint
 
 Big = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers only rows of an INTEGER key
 
@@ -90,3 +95,11 @@ segments = Table(
     Column("safe_bytes", Big, nullable=False),
     Column("crc", Big),  # of these bytes; NULL: of an earlier version
 )
+version = Table(
+    "alembic_version",  # the name that alembic gave it, by which the first stores were made
+    metadata,
+    Column("version_num", String(32), primary_key=True),
+)
+
+ADDED: dict[str, tuple[Column[Any], ...]] = {"0001": (), "0002": (parts.c.crc, segments.c.crc)}
+"""The versions of these tables, the oldest first, and the columns that each has added to the one before."""

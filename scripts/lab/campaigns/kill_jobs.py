@@ -52,7 +52,8 @@ from sqlalchemy import select
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.jobs.run.jsonl import number_of
-from llmserve.jobs.store.database import opened, sqlite_url
+from llmserve.jobs.store.opening import opened
+from llmserve.jobs.store.sqlite import sqlite_url
 from llmserve.jobs.store.tables import batches, parts, segments
 
 LINES, SLOTS, STEP_S, TOKENS = 500, 16, 0.02, 3  # without kills a job takes two seconds
@@ -409,7 +410,6 @@ def _front_ends(flags: Sequence[str]) -> int:
 
     for module in (
         "aiosqlite",
-        "alembic.command",
         "llmserve.gateway.app",
         "llmserve.jobs.service",
         "llmserve.server.serving",

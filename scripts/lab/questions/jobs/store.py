@@ -232,12 +232,13 @@ from pathlib import Path
 async def main():
     home = Path(sys.argv[1])
     home.mkdir(exist_ok=True)
-    from llmserve.jobs import database
-    from llmserve.jobs.store.files import FileLimits
     from llmserve.jobs.service import opened
+    from llmserve.jobs.store.batches import BatchLimits
+    from llmserve.jobs.store.files import FileLimits
+    from llmserve.jobs.store.sqlite import sqlite_url
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    async with opened(database.sqlite_url(home / "jobs.sqlite"), home / "jobs", None, days=30, limits=FileLimits(),
-                      tokens_queued_max=0, line_bytes_max=1, prompt_chars_max=1) as service:
+    async with opened(sqlite_url(home / "jobs.sqlite"), home / "jobs", None, days=30, limits=FileLimits(),
+                      batch_limits=BatchLimits(), tokens_queued_max=0, line_bytes_max=1, prompt_chars_max=1) as service:
         opened_s, opened_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         await service.tidy()
         tidied_s = time.perf_counter() - began_s
