@@ -17,6 +17,11 @@ from predictor.prompt import Prompt
 BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
 
 
+# Defaults of Request, Terms and Draft: a journal leaves out a field only where its value is this very object.
+EVEN = 1.0  # the weight of a share
+LAST = 0.0  # no item of the same job follows
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion request of a client.
 
@@ -47,9 +52,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     stream: str = ""
     sender: int = 0
     share: str = ""
-    weight: float = 1.0
+    weight: float = EVEN
     background: bool = False
-    after_tokens: float = 0.0
+    after_tokens: float = LAST
 
     @property
     def expected_tokens(self) -> float | None:
@@ -202,13 +207,13 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
     key: str = ""
     share: str = ""
-    weight: float = 1.0
+    weight: float = EVEN
     stream_name: str = msgspec.field(default="", name="stream")
     slo_s: float | None = None
     predicted_tokens: float | None = None
     receipt: bool = False
     background: bool = False
-    after_tokens: float = 0.0
+    after_tokens: float = LAST
 
 
 class Call(msgspec.Struct, frozen=True):

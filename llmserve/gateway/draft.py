@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from llmserve.request import Bounds, Call, Terms, Wire
+from llmserve.request import EVEN, LAST, Bounds, Call, Terms, Wire
 from predictor.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class Draft(msgspec.Struct):
     model: str = ""
     key: str = ""
     share: str = ""
-    weight: float = 1.0
+    weight: float = EVEN
     stream_name: str = ""
     slo_s: float | None = None
     deadline_s: float | None = None
     predicted_tokens: float | None = None
     receipt: bool = False
     background: bool = False
-    after_tokens: float = 0.0
+    after_tokens: float = LAST
     lane: str = ""
 
     @property

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from llmserve.errors import BadRequest, RequestError
@@ -24,7 +25,7 @@ from llmserve.gateway.stages import (
     refuse_streams,
     share_of_stream,
 )
-from llmserve.request import Terms
+from llmserve.request import Request, Terms
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.tenants.key_file import KeyFile
 from llmserve.tenants.limits import KeyLimits
@@ -140,3 +141,9 @@ def test_large_bodies_are_read_in_a_thread_one_at_a_time() -> None:
 
     asyncio.run(read_several())
     assert together == 1
+
+
+def test_a_journal_says_nothing_of_what_no_stage_decides() -> None:
+    terms = Draft(CHAT).terms
+    request = Request(1, weight=terms.weight, after_tokens=terms.after_tokens)
+    assert msgspec.json.encode(request) == b'{"id":1}'

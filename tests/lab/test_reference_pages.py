@@ -1,16 +1,29 @@
-"""The reference pages of settings and metrics agree with the code."""
+"""What the documents say by rote agrees with the code."""
 
 import pytest
+from kit import ROOT
 from make import reference_pages
+from make.lists import LISTS, with_lists
 
 from llmserve.settings.load import sections
 from llmserve.settings.tree import COMMON, Config
 
 
-@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
-def test_a_page_is_generated_from_the_code(name: str) -> None:
-    text = reference_pages.pages()[name]
-    assert (reference_pages.FOLDER / name).read_text() == text, "python scripts/lab reference_pages writes it"
+@pytest.mark.parametrize(
+    "path", [*LISTS, *[f"docs/reference/{name}.md" for name in ("settings", "metrics", "modules")]]
+)
+def test_a_page_is_generated_from_the_code(path: str) -> None:
+    assert (ROOT / path).read_text() == reference_pages.pages()[path], "python scripts/lab reference_pages writes it"
+
+
+def test_a_list_is_written_between_its_marks() -> None:
+    text = "a\n<!-- x: old -->\n1\n<!-- end of x -->\nb"
+    made = with_lists(text, (("x", lambda: "2"),))
+    assert "2" in made
+    assert made.splitlines()[0] == "a"
+    assert with_lists(made, (("x", lambda: "2"),)) == made
+    with pytest.raises(ValueError, match="marks of `y`"):
+        with_lists(text, (("y", lambda: ""),))
 
 
 def test_every_setting_has_a_row() -> None:

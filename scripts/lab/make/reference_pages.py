@@ -1,4 +1,4 @@
-"""Write the pages of all settings and all metrics from the code: docs/reference/settings.md and metrics.md.
+"""Write what the documents say by rote from the code: all settings, metrics and modules, and lists within other pages.
 
     python scripts/lab reference_pages           write the pages
     python scripts/lab reference_pages --check   exit status 1 if a page differs from the code
@@ -24,8 +24,8 @@ from llmserve.observe.table import TABLE
 from llmserve.settings.load import sections, takes
 from llmserve.settings.policies import DEFAULTS
 from llmserve.settings.tree import COMMON, TITLES, Config
+from make.lists import LISTS, modules_page, with_lists
 
-FOLDER = ROOT / "docs/reference"
 MADE = "<!-- made by scripts/lab/make/reference_pages.py: change the code, not this page -->"
 
 
@@ -101,20 +101,21 @@ def all_metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
 
 
 def pages() -> dict[str, str]:
-    """Return the texts by file name."""
-    return {"settings.md": settings_page(), "metrics.md": metrics_page()}
+    """The texts by path: whole pages, and pages with lists that follow from the code."""
+    whole = {"settings": settings_page, "metrics": metrics_page, "modules": modules_page}
+    texts = {f"docs/reference/{name}.md": page() for name, page in whole.items()}
+    return texts | {path: with_lists((ROOT / path).read_text(), lists) for path, lists in LISTS.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    stale = [name for name, text in pages().items() if not _is(FOLDER / name, text)]
-    for name in stale:
-        print(f"{FOLDER / name} {'differs from the code' if args.check else 'is written'}")
+    stale = {path: text for path, text in pages().items() if not _is(ROOT / path, text)}
+    for path, text in stale.items():
+        print(f"{path} {'differs from the code' if args.check else 'is written'}")
         if not args.check:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            (FOLDER / name).write_text(pages()[name])
+            (ROOT / path).write_text(text)
     return 1 if stale and args.check else 0
 
 
