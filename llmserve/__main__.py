@@ -11,9 +11,6 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy  # noqa: F401  numpy's libraries must be loaded before threadpool_limits can limit their threads
-from threadpoolctl import threadpool_limits
-
 from llmserve import __version__
 from llmserve.errors import ConfigError, LLMServeError
 from llmserve.spelling import nearest
@@ -50,6 +47,7 @@ USAGE = {
     "down": "[NAME] [--address HOST:PORT]",
     "evaluate": "[PREDICTOR | --online] [options]",
 }  # else: [options]
+CLIENTS = ("queue", "status", "down")  # they ask another process, and compute nothing
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -82,9 +80,6 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0 success, 1 run-time error, 2 wrong arguments or settings."""
-    # The matrices are small, so that several threads cost more time than they save. Also, plans are made next to a
-    # server that needs its cores.
-    threadpool_limits(1, user_api="blas")
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
     # Only flags without a value may precede the command.
     index = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
@@ -95,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
+        if args.command not in CLIENTS:
+            _limit_threads()
         status = int(args.main(args))
         sys.stdout.flush()
         return status
@@ -107,6 +104,17 @@ def main(argv: list[str] | None = None) -> int:
     except LLMServeError as error:
         print(f"llmserve: {error}", file=sys.stderr)
         return 1
+
+
+def _limit_threads() -> None:
+    """Compute with one thread: the matrices are small, so that several threads cost more time than they save.
+
+    Also, plans are made next to a server that needs its cores.
+    """
+    import numpy  # noqa: F401  numpy's libraries must be loaded before their threads can be limited
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1, user_api="blas")
 
 
 def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from llmserve.commands import asking
 from llmserve.errors import NoAnswer
-from llmserve.estimates.estimator import WaitingRow
+from llmserve.estimates.waiting_rows import WaitingRow
 from llmserve.tenants.key_file import read_keys
 
 REFUSALS = {

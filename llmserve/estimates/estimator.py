@@ -17,6 +17,7 @@ import msgspec
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import ServedModel
 from llmserve.estimates.engines_wanted import EnginesWanted
+from llmserve.estimates.waiting_rows import WaitingRow
 from llmserve.request import Request
 from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.engines import remaining_tokens
@@ -56,22 +57,6 @@ class Place(msgspec.Struct, frozen=True):
     position: int
     wait_s: float | None
     no_engine: bool
-
-
-class WaitingRow(msgspec.Struct, frozen=True):
-    """Waiting requests of one model, share and bin. share : "": of nobody in particular.  group : of the model's queue
-
-    oldest_s       seconds for which the oldest has waited
-    next_starts_s  predicted seconds until the next of them starts; None: unknown, or no engine works
-    """
-
-    group: str
-    model: str
-    share: str
-    bin: int
-    waiting: int
-    oldest_s: float
-    next_starts_s: float | None
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -168,3 +169,15 @@ def test_prompts_in_parquet_are_refused_without_a_reader(
     without(monkeypatch, "pyarrow")
     error = error_line(capsys, "simulate", "--prompts", "prompts.parquet")
     assert error == f"llmserve: reading prompts.parquet needs pyarrow: {TRAIN}\n"
+
+
+def test_the_commands_that_ask_a_server_load_few_of_its_modules():
+    for command, most in (("queue", 20), ("status", 15), ("down", 15)):
+        program = (
+            f"import sys\nfrom llmserve.__main__ import parser\nparser({command!r})\n"
+            "print([name for name in sys.modules if name.startswith(('llmserve.', 'bins', 'predictor', 'numpy'))])"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        loaded = ast.literal_eval(done.stdout)
+        assert f"llmserve.commands.{command}" in loaded
+        assert len(loaded) < most, loaded
