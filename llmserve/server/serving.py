@@ -43,9 +43,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     server = Server(checked(config), reloader.reload)
     async with opened(PARTS, server):
         reloader.follow(server, list(each(PARTS)))
-        async with AsyncExitStack() as stack:
-            for part in each(PARTS):
-                await stack.enter_async_context(part.run(server))
+        async with running(PARTS, server):
             yield server.get(LiveCluster), server.get(Listening).url
 
 
@@ -57,4 +55,13 @@ async def opened(parts: Parts, server: Server) -> AsyncIterator[None]:
             async with at_once() as group:
                 for part in entry if isinstance(entry, tuple) else (entry,):
                     group.create_task(stack.enter_async_context(part.open(server)))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running(parts: Parts, server: Server) -> AsyncIterator[None]:
+    """What the parts do while the server listens, inside the block. The parts are open."""
+    async with AsyncExitStack() as stack:
+        for part in each(parts):
+            await stack.enter_async_context(part.run(server))
         yield
