@@ -18,11 +18,7 @@ class Charges:
     models  the scheduler's queues, by model
     """
 
-    def __init__(
-        self,
-        models: Callable[[], Mapping[str, ModelQueues]],
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, ModelQueues]], now_s: Callable[[], float]) -> None:
         self._models = models
         self._now_s = now_s
         self._reserving: set[asyncio.Task[None]] = set()
@@ -48,10 +44,7 @@ class Charges:
         task.add_done_callback(self._reserving.discard)
 
     async def _reserve_later(
-        self,
-        in_flight: InFlightCall,
-        reserving: Awaitable[None],
-        admit: Callable[[InFlightCall], None],
+        self, in_flight: InFlightCall, reserving: Awaitable[None], admit: Callable[[InFlightCall], None]
     ) -> None:
         try:
             await reserving
@@ -94,13 +87,13 @@ def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
     The engine's own counts, where it has given any. A client that leaves pays for what the engine has done by then. A
     call that failed without an answer costs nothing.
     """
-    request, counts = in_flight.request, in_flight.counts
+    request, counts = in_flight.request, in_flight.measured.counts
     if counts is not None:
         prompt = request.prompt_tokens if counts.prompt_tokens is None else counts.prompt_tokens
         return prompt, counts.completion_tokens
-    if in_flight.streamed_tokens:
-        return request.prompt_tokens, in_flight.streamed_tokens
-    if in_flight.gone and in_flight.receipt is not None:
+    if in_flight.measured.streamed_tokens:
+        return request.prompt_tokens, in_flight.measured.streamed_tokens
+    if in_flight.delivery.gone and in_flight.receipt is not None:
         if in_flight.call.wire.stream:  # and nothing has come
             return request.prompt_tokens, 0.0
         most = most_tokens(request, in_flight.call, service.tokens_mean)

@@ -31,12 +31,7 @@ class Receipt(msgspec.Struct, frozen=True):
     @property
     def fields(self) -> dict[str, Any]:
         """The receipt as the field `llmserve` of a stream's last chunk."""
-        fields = {
-            "bin": self.bin,
-            "batch": self.batch,
-            "queue_ms": round(self.queue_ms, 1),
-            "engine": self.engine,
-        }
+        fields = {"bin": self.bin, "batch": self.batch, "queue_ms": round(self.queue_ms, 1), "engine": self.engine}
         if self.predicted_tokens is not None:
             fields["predicted_tokens"] = round(self.predicted_tokens)
         return fields
@@ -150,68 +145,28 @@ class Answering(Protocol):
         ...
 
 
-class InFlightCall:
-    """One client call in flight, from its arrival to the scheduler's last word on it."""
+class Delivery:
+    """The answer on its way to the client.
 
-    def __init__(
-        self,
-        call: Call,
-        request_id: int,
-        client: Client,
-        charge: Charge | None = None,
-        trace: Trace | None = None,
-    ) -> None:
-        self.call = call
-        self.request = Request(request_id)
-        self.arrived_at_s = 0.0
-        self.receipt: Receipt | None = None
-        self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
-        self.usage: StreamReader | None = None  # counts the tokens of a stream
-        self.counts: Usage | None = None  # the engine's counts of the whole answer
-        self.charge = charge  # None: the call uses no limits, or has been settled
-        self.trace = trace
-        self.cut = False  # the answer ran into a limit
-        self.answering: Answering | None = None  # None: no engine runs the call
-        self.gone = False  # the client has left
-        self.answered = False  # the client has received bytes
-        self.complete = False  # the client has the whole answer, or was told of a failure
-        self.stopping = False  # the call is being stopped by a preemption: the call may start again
-        self.attempts = 0  # starts on engines, so far
-        self.preemptions = 0
-        self.error = ""  # code of the failure that the client was told of
-        self.first_at_s: float | None = None  # when the first event of a stream was forwarded
-        self.last_at_s: float | None = None  # when the last event of a complete stream was
-        self.refused: Head | None = None  # an engine's error answer, for the client if no other engine has a better one
+    gone      the client has left
+    answered  the client has received bytes
+    complete  the client has the whole answer, or was told of a failure
+    error     code of the failure that the client was told of
+    refused   an engine's error answer, for the client if no other engine has a better one
+    """
+
+    __slots__ = ("_client", "answered", "complete", "error", "gone", "refused")
+
+    def __init__(self, client: Client) -> None:
+        self.gone = self.answered = self.complete = False
+        self.error = ""
+        self.refused: Head | None = None
         self._client = client
 
     @property
-    def name(self) -> str:
-        """The request in the log, and for its client."""
-        return request_name(self.request.id, self.call)
-
-    @property
-    def streamed_tokens(self) -> int:
-        """Tokens of the stream so far, of all its choices."""
-        return self.usage.output_tokens if self.usage is not None else 0
-
-    @property
-    def seconds_between_tokens(self) -> float | None:
-        """Mean time between two tokens of a complete stream; None: there are not two."""
-        if self.first_at_s is None or self.last_at_s is None:
-            return None
-        steps = self.streamed_tokens / self.call.bounds.choices - 1.0
-        return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
-
-    def ran_s(self, now_s: float) -> float:
-        """Seconds since the start on an engine."""
-        assert self.receipt is not None, "a call that has started has a receipt"
-        return max(0.0, now_s - self.arrived_at_s - self.receipt.queue_ms / 1e3)
-
-    def generated_tokens(self, seconds_per_token: float, now_s: float) -> float:
-        """Tokens of each answer so far: those that have streamed, or by the time. seconds_per_token : of the model"""
-        if self.call.wire.stream:
-            return self.streamed_tokens / self.request.sequences
-        return self.ran_s(now_s) / seconds_per_token
+    def over(self) -> bool:
+        """Whether the client hears no more."""
+        return self.complete or self.gone
 
     def begin(self, head: Head) -> None:
         """Give the client the head of the answer, and the body if the head has one."""
@@ -253,9 +208,89 @@ class InFlightCall:
             self.complete = True
             self._client.end()
 
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
         """Tell the client of a failure, unless the whole answer was given."""
         if not (self.complete or self.gone):
             self.complete = True
             self.error = error.code or error.type
-            self._client.fail(error, self.receipt)
+            self._client.fail(error, receipt)
+
+
+class Measured:
+    """What is measured of an answer.
+
+    usage       counts the tokens of a stream
+    counts      the engine's counts of the whole answer
+    cut         whether the answer ran into a limit
+    first_at_s  when the first event of a stream was forwarded
+    last_at_s   when the last event of a complete stream was
+    """
+
+    __slots__ = ("counts", "cut", "first_at_s", "last_at_s", "usage")
+
+    def __init__(self) -> None:
+        self.usage: StreamReader | None = None
+        self.counts: Usage | None = None
+        self.cut = False
+        self.first_at_s: float | None = None
+        self.last_at_s: float | None = None
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Tokens of the stream so far, of all its choices."""
+        return self.usage.output_tokens if self.usage is not None else 0
+
+    def seconds_between_tokens(self, choices: int) -> float | None:
+        """Mean time between two tokens of a complete stream; None: there are not two."""
+        if self.first_at_s is None or self.last_at_s is None:
+            return None
+        steps = self.streamed_tokens / choices - 1.0
+        return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
+
+
+class InFlightCall:
+    """One client call in flight, from its arrival to the scheduler's last word on it.
+
+    forecast   the forecaster's own object; goes back to the forecaster with the real length
+    charge     None: the call uses no limits, or has been settled
+    receipt    of the last start on an engine
+    answering  None: no engine runs the call
+    stopping   whether the call is being stopped by a preemption: the call may start again
+    attempts   starts on engines, so far
+    """
+
+    def __init__(
+        self, call: Call, request_id: int, client: Client, charge: Charge | None = None, trace: Trace | None = None
+    ) -> None:
+        self.call = call
+        self.request = Request(request_id)
+        self.arrived_at_s = 0.0
+        self.forecast: Any = None
+        self.charge = charge
+        self.trace = trace
+        self.receipt: Receipt | None = None
+        self.answering: Answering | None = None
+        self.stopping = False
+        self.attempts = self.preemptions = 0
+        self.measured = Measured()
+        self.delivery = Delivery(client)
+
+    @property
+    def name(self) -> str:
+        """The request in the log, and for its client."""
+        return request_name(self.request.id, self.call)
+
+    def ran_s(self, now_s: float) -> float:
+        """Seconds since the start on an engine."""
+        assert self.receipt is not None, "a call that has started has a receipt"
+        return max(0.0, now_s - self.arrived_at_s - self.receipt.queue_ms / 1e3)
+
+    def generated_tokens(self, seconds_per_token: float, now_s: float) -> float:
+        """Tokens of each answer so far: those that have streamed, or by the time. seconds_per_token : of the model"""
+        if self.call.wire.stream:
+            return self.measured.streamed_tokens / self.request.sequences
+        return self.ran_s(now_s) / seconds_per_token
+
+    def fail(self, error: RequestError) -> None:
+        """Tell the client of a failure, unless the whole answer was given."""
+        self.delivery.fail(error, self.receipt)

@@ -81,13 +81,7 @@ class Peak:
 class Wanted:
     """The number with hysteresis. least, most : engines, whatever the load. Times never decrease."""
 
-    def __init__(
-        self,
-        *,
-        least: int = 0,
-        most: int | None = None,
-        down_after_s: float = DOWN_AFTER_S,
-    ) -> None:
+    def __init__(self, *, least: int = 0, most: int | None = None, down_after_s: float = DOWN_AFTER_S) -> None:
         self._least, self._most, self._peak = least, most, Peak(down_after_s)
 
     def at(self, now_s: float, load: Load) -> int:

@@ -201,15 +201,7 @@ class Estimator:
             wait_s = self._place_at(waiting[0][0], group, queues).wait_s
             oldest_s = self._now_s() - min([queued.arrived_at_s for _, queued in waiting])
             starts_s = None if wait_s is None else round(wait_s, 1)
-            yield WaitingRow(
-                group.name,
-                queues.model,
-                share,
-                bin_index,
-                len(waiting),
-                round(oldest_s, 1),
-                starts_s,
-            )
+            yield WaitingRow(group.name, queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
 
     def _place_at(self, position: int, group: Group, queues: ModelQueues) -> Place:
         """The place at a position of a model's queues.
@@ -242,17 +234,9 @@ def in_turn(queues: ModelQueues, order: Order) -> list[QueuedRequest]:
     turn = order.turn
     in_bins = [queued for queue in queues.bins for queued in queue]
     of_shares: dict[Share, list[QueuedRequest]] = {}
-    for queued in (
-        *formed,
-        *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id)),
-    ):
+    for queued in (*formed, *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id))):
         of_shares.setdefault(queued.share, []).append(queued)
-    return list(
-        dealt(
-            ((share, iter(requests)) for share, requests in of_shares.items()),
-            queues.waiting,
-        )
-    )
+    return list(dealt(((share, iter(requests)) for share, requests in of_shares.items()), queues.waiting))
 
 
 def remaining_s(call: InFlightCall, service: ServiceTime, now_s: float) -> float:

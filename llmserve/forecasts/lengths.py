@@ -149,7 +149,7 @@ class Forecasts:
         call, most = in_flight.call, in_flight.call.bounds.output_tokens_max
         if call.bounds.output_tokens_min is not None and output_tokens <= call.bounds.output_tokens_min:
             return False
-        capped = in_flight.cut or (most is not None and output_tokens >= most)
+        capped = in_flight.measured.cut or (most is not None and output_tokens >= most)
         learns = False
         if self._forecaster is not None and in_flight.forecast is not None and taught != "nothing":
             learns = True

@@ -192,15 +192,15 @@ class _Answer:
 
     def keep_alive(self, in_flight: InFlightCall, estimator: Estimator) -> None:
         """Write a comment that tells the call's place, and what the client counts as a sign of life."""
-        if in_flight.usage is not None and in_flight.usage.in_parts:
+        if in_flight.measured.usage is not None and in_flight.measured.usage.in_parts:
             return
         if not self._exchange.started:
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
         silence = Silence(
             comment_of(estimator.place_of(in_flight), running=in_flight.answering is not None),
-            in_flight.answered,
-            in_flight.usage,
+            in_flight.delivery.answered,
+            in_flight.measured.usage,
             counts_events(self._exchange.headers),
         )
         self._exchange.write(self._call.wire.form.keep_alive(silence))

@@ -15,14 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from llmserve.calls.charges import Charges
-from llmserve.calls.in_flight import (
-    Charge,
-    Client,
-    InFlightCall,
-    Receipt,
-    Trace,
-    told_tokens,
-)
+from llmserve.calls.in_flight import Charge, Client, InFlightCall, Receipt, Trace, told_tokens
 from llmserve.calls.log_fields import about
 from llmserve.calls.prompt_size import prefix_hashes, sender_hash
 from llmserve.engines.engine import ServedModel
@@ -61,12 +54,7 @@ class Calls:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        fleet: Fleet,
-        forecasts: Forecasts,
-        routes: Routes,
-        estimator: Estimator,
+        self, driver: Driver, fleet: Fleet, forecasts: Forecasts, routes: Routes, estimator: Estimator
     ) -> None:
         self.fleet, self.routes, self.forecasts = fleet, routes, forecasts
         self.on_answered: list[Callable[[InFlightCall, float], None]] = []
@@ -93,11 +81,7 @@ class Calls:
     # ---- arrival ------------------------------------------------------------------------------------------------
 
     def submit(
-        self,
-        call: Call,
-        client: Client,
-        charge: Charge | None = None,
-        trace: Trace | None = None,
+        self, call: Call, client: Client, charge: Charge | None = None, trace: Trace | None = None
     ) -> InFlightCall:
         """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
         self._last_id += 1
@@ -125,7 +109,7 @@ class Calls:
             in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
             self._forget(in_flight)
             return
-        if in_flight.gone or in_flight.complete:  # the client left during the prediction, or the server closes
+        if in_flight.delivery.over:  # the client left during the prediction, or the server closes
             self._forget(in_flight)
         else:
             self._arrive(in_flight, forecast)
@@ -145,7 +129,7 @@ class Calls:
 
     def _admit(self, in_flight: InFlightCall) -> None:
         """Queue a call whose charge has been reserved, unless it was refused or its client has left."""
-        if in_flight.gone or in_flight.complete:
+        if in_flight.delivery.over:
             self._forget(in_flight)
         else:
             self._driver.step(RequestArrived(in_flight.request))
@@ -201,8 +185,8 @@ class Calls:
         """Tell the client of a request that will not be answered, or not by another engine."""
         in_flight = self._in_flight[action.request_id]
         told = action.reason in ("engine_failed", "refused")
-        if told and in_flight.refused is not None and not in_flight.answered:
-            in_flight.begin(in_flight.refused)
+        if told and in_flight.delivery.refused is not None and not in_flight.delivery.answered:
+            in_flight.delivery.begin(in_flight.delivery.refused)
         else:
             in_flight.fail(self._error_of(in_flight, action))
         self._forget(in_flight)
@@ -263,8 +247,8 @@ class Calls:
 
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
-        in_flight.gone = True
-        if not in_flight.complete and self._scheduler.has(in_flight.request.id):
+        in_flight.delivery.gone = True
+        if not in_flight.delivery.complete and self._scheduler.has(in_flight.request.id):
             self._driver.step(RequestCancelled(in_flight.request.id))
         self._forget(in_flight)
 
@@ -314,12 +298,7 @@ def line_now(call: Call, request: Request, now_s: float) -> Call:
 
 
 def request_of(
-    in_flight: InFlightCall,
-    forecast: Forecast,
-    prompt_tokens: float,
-    secret: bytes,
-    *,
-    by_prefix: bool,
+    in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, secret: bytes, *, by_prefix: bool
 ) -> Request:
     """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
     call, (predicted, quantiles) = in_flight.call, forecast

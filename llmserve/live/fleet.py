@@ -34,13 +34,7 @@ from llmserve.live.handle import EngineHandle
 from llmserve.live.known_models import KnownModels, Listed
 from llmserve.live.lanes import Lane, Lanes
 from llmserve.request import EngineInfo
-from llmserve.scheduling.messages import (
-    EngineClosed,
-    EngineExpected,
-    EngineLost,
-    EngineReady,
-    Event,
-)
+from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineLost, EngineReady, Event
 from llmserve.settings.tree import LiveConfig
 
 log = logging.getLogger("llmserve")
@@ -169,10 +163,7 @@ class Fleet:
 
     def _names(self, handle: EngineHandle) -> tuple[str, ...]:
         """What an engine lists for the scheduler: its models, and the lanes that it serves."""
-        return (
-            *handle.models,
-            *self._lanes.on(handle.name, handle.models, handle.endpoints),
-        )
+        return (*handle.models, *self._lanes.on(handle.name, handle.models, handle.endpoints))
 
     # ---- orders of operators ----------------------------------------------------------------------------------
     # An order must be one that the engine's state does not refuse; see engine_state.refusal.
@@ -211,11 +202,7 @@ class Fleet:
 
     def _drain(self, handle: EngineHandle, order: Happening) -> None:
         self._step(handle, order)
-        log.info(
-            "engine %s is drained: %d requests still run on it",
-            handle.name,
-            len(handle.running),
-        )
+        log.info("engine %s is drained: %d requests still run on it", handle.name, len(handle.running))
 
     async def _restart(self, handle: EngineHandle) -> None:
         assert handle.engine.restart is not None, "only an engine that llmserve has started is restarted"
@@ -346,11 +333,7 @@ class Fleet:
     def _refused(self, handle: EngineHandle) -> None:
         """An engine that refuses connections has died, or still finishes its requests."""
         if handle.up:
-            log.warning(
-                "engine %s takes no connections; %d requests run on it",
-                handle.name,
-                len(handle.running),
-            )
+            log.warning("engine %s takes no connections; %d requests run on it", handle.name, len(handle.running))
             self._step(handle, Happening.REFUSED)
             handle.nudge.set()
 
@@ -369,20 +352,9 @@ class Fleet:
     def _lose(self, handle: EngineHandle) -> None:
         handle.probes_failed = 0
         if not handle.state.planned:
-            log.warning(
-                "engine %s is lost with %d running requests",
-                handle.name,
-                len(handle.running),
-            )
+            log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
         state = handle.state
-        self._notify(
-            EngineLost(
-                handle.name,
-                handle.answered,
-                planned=state.planned,
-                expected=state.expected,
-            )
-        )
+        self._notify(EngineLost(handle.name, handle.answered, planned=state.planned, expected=state.expected))
 
 
 def _nobody(event: Event) -> None:
@@ -398,11 +370,7 @@ def _log_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:
     names = _shortened(list(handle.models))
     if not handle.models:
         listed = _shortened([model.id for model in health.models]) or "no model at all"
-        log.error(
-            "engine %s lists no model to be served, but %s: it gets no requests",
-            handle.name,
-            listed,
-        )
+        log.error("engine %s lists no model to be served, but %s: it gets no requests", handle.name, listed)
     elif came_up:
         log.info("engine %s is ready: %s", handle.name, names)
     else:

@@ -25,14 +25,7 @@ from llmserve.live.routes import Routes
 from llmserve.request import Batch
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import COMPLETION, StreamReader
-from llmserve.wire.error_objects import (
-    ErrorObject,
-    Verdict,
-    error_in,
-    is_error_body,
-    may_be_error,
-    retry_after_s,
-)
+from llmserve.wire.error_objects import ErrorObject, Verdict, error_in, is_error_body, may_be_error, retry_after_s
 from llmserve.wire.event_stream import Usage
 
 log = logging.getLogger("llmserve")
@@ -68,8 +61,10 @@ class Forwarding:
 
     __slots__ = (
         "_answer",
+        "_delivery",
         "_ended",
         "_form",
+        "_measured",
         "_named",
         "_owner",
         "_waiting",
@@ -81,10 +76,11 @@ class Forwarding:
         self.handle = handle
         self.in_flight = in_flight
         self._owner = owner
+        self._delivery, self._measured = in_flight.delivery, in_flight.measured
         self._form = in_flight.call.wire.form or COMPLETION
         self._ended = self._named = False
         self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
-        in_flight.usage = None
+        self._measured.usage = None
         self._answer: Answer = handle.engine.ask(in_flight.call, batch, self._advance)
 
     def stop(self) -> None:
@@ -152,7 +148,7 @@ class Forwarding:
             return RequestEnded(*self._request, "failed", fault=True)
         usage = answer.usage
         self._owner.forecasts.learn_prompt(in_flight.call, usage.prompt_tokens)
-        in_flight.counts, in_flight.cut = usage, answer.cut
+        self._measured.counts, self._measured.cut = usage, answer.cut
         if answer.response_id:
             self._owner.routes.note(answer.response_id, self.handle.name, in_flight.call)
         self._begin(body)
@@ -166,7 +162,7 @@ class Forwarding:
         if answer.status in (404, 405):
             lacking = self._owner.routes.no_endpoint(self.handle, self.in_flight.call, answer.status, body)
             if lacking is not None:  # another engine may have it; this one's other requests go on
-                self.in_flight.refuse(self._head_of(lacking))
+                self._delivery.refuse(self._head_of(lacking))
                 return RequestEnded(*self._request, "failed", retryable=True, refused=True)
         return self._told(error_in(body), answer.status, body)
 
@@ -180,10 +176,10 @@ class Forwarding:
         if answer.status < 400:
             head = msgspec.structs.replace(head, content_type=JSON)
         if not (verdict.fault or verdict.refused):
-            self.in_flight.begin(head)
+            self._delivery.begin(head)
             self._owner.began(self.in_flight)
             return RequestEnded(*self._request, "failed")
-        self.in_flight.refuse(head)
+        self._delivery.refuse(head)
         return RequestEnded(
             *self._request,
             "failed",
@@ -197,10 +193,7 @@ class Forwarding:
         """What follows from an error before any content."""
         answer, call = self._answer, self.in_flight.call
         names_model = answer.status == 404 and call.wire.form in (None, COMPLETION)
-        return answer.judge(
-            error,
-            names_model=names_model or (bool(call.model) and call.model.encode() in body),
-        )
+        return answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
 
     def _rest_s(self, *, refused: bool) -> float | None:
         """How long the engine asks to be left alone; None: it does not ask."""
@@ -211,43 +204,39 @@ class Forwarding:
 
     def _cut_off(self, error: ErrorObject) -> RequestEnded:
         """An error behind content, which has passed with its event: the stream ends there."""
-        in_flight = self.in_flight
         verdict = self._answer.judge(error, names_model=False)
         blamed = verdict.fault or verdict.refused
-        in_flight.error = "engine_failed" if blamed else "engine_refused"
+        self._delivery.error = "engine_failed" if blamed else "engine_refused"
         if self._form.done:
-            in_flight.feed(self._form.done)
-        in_flight.close()
+            self._delivery.feed(self._form.done)
+        self._delivery.close()
         return RequestEnded(
-            *self._request,
-            "failed",
-            fault=blamed,
-            rest_s=self._rest_s(refused=True) if verdict.refused else None,
+            *self._request, "failed", fault=blamed, rest_s=self._rest_s(refused=True) if verdict.refused else None
         )
 
     # ---- streams ----
 
     def _stream(self, answer: Answer) -> RequestEnded | None:
         """Forward what has arrived of a stream. Until the first content the call may run elsewhere."""
-        in_flight = self.in_flight
-        usage = in_flight.usage or self._usage(answer)
+        delivery, measured = self._delivery, self._measured
+        usage = measured.usage or self._usage(answer)
         try:
             while not usage.over and (data := answer.take()):
                 forwarded = usage.feed(data)
                 if usage.stalled:
                     usage.stalled = False
                     answer.stalled()
-                    if in_flight.listens:
-                        in_flight.feed(usage.take_comments())
+                    if delivery.listens:
+                        delivery.feed(usage.take_comments())
                 if forwarded:
                     if usage.response_id and not self._named:
                         self._named = True
-                        self._owner.routes.note(usage.response_id, self.handle.name, in_flight.call)
-                    if not in_flight.answered:
-                        in_flight.first_at_s = self._owner.now_s()
+                        self._owner.routes.note(usage.response_id, self.handle.name, self.in_flight.call)
+                    if not delivery.answered:
+                        measured.first_at_s = self._owner.now_s()
                         self._begin(None)
-                    in_flight.feed(forwarded)
-                    if in_flight.paused and usage.failed is None and not usage.over:
+                    delivery.feed(forwarded)
+                    if delivery.paused and usage.failed is None and not usage.over:
                         self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
                         return None
                 if usage.failed is not None:
@@ -261,27 +250,24 @@ class Forwarding:
             if not usage.ended:
                 raise EngineError(f"engine {self.handle.name} ended its stream in mid-{self._form.name}")
         except EngineError:
-            if in_flight.answered and (withheld := usage.release()):
-                in_flight.feed(withheld)
+            if delivery.answered and (withheld := usage.release()):
+                delivery.feed(withheld)
             raise
-        if not in_flight.answered:
+        if not delivery.answered:
             self._begin(None)
         if rest := usage.flush():
-            in_flight.feed(rest)
-        in_flight.last_at_s = self._owner.now_s()
-        in_flight.counts, in_flight.cut = (
-            Usage(usage.prompt_tokens, usage.output_tokens),
-            usage.cut,
-        )
-        in_flight.close()
-        self._owner.forecasts.learn_prompt(in_flight.call, usage.prompt_tokens)
+            delivery.feed(rest)
+        measured.last_at_s = self._owner.now_s()
+        measured.counts, measured.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
+        delivery.close()
+        self._owner.forecasts.learn_prompt(self.in_flight.call, usage.prompt_tokens)
         return self._completed(usage.output_tokens)
 
     def _stream_failed(self, usage: StreamReader) -> RequestEnded:
         """The engine has told an error within its stream. The client's own error passes as the engine tells it."""
-        error, in_flight = usage.failed, self.in_flight
+        error = usage.failed
         assert error is not None, "the stream has failed"
-        if not in_flight.answered:
+        if not self._delivery.answered:
             body = usage.failed_data
             if not is_error_body(body):
                 told = EngineFailed(error.message or "the engine failed this request")
@@ -290,7 +276,7 @@ class Forwarding:
             if verdict.fault or verdict.refused or b"data:" not in usage.failed_event:
                 return self._told(error, error.status, body)
             self._begin(None)
-            in_flight.feed(usage.failed_event)
+            self._delivery.feed(usage.failed_event)
         return self._cut_off(error)
 
     @property
@@ -304,42 +290,29 @@ class Forwarding:
         in_flight = self.in_flight
         call, receipt = in_flight.call, in_flight.receipt
         field = msgspec.json.encode(receipt.fields) if call.terms.receipt and receipt is not None else b""
-        in_flight.usage = self._form.stream(call, field)
-        return in_flight.usage
+        self._measured.usage = self._form.stream(call, field)
+        return self._measured.usage
 
     async def _until_writable(self) -> None:
-        await self.in_flight.writable()
+        await self._delivery.writable()
         self._waiting = None
         self._advance()
 
     def _begin(self, body: bytes | None) -> None:
-        self.in_flight.begin(self._head(body))
+        self._delivery.begin(self._head(body))
         self._owner.began(self.in_flight)
 
     def _head(self, body: bytes | None) -> Head:
         answer, receipt = self._answer, self.in_flight.receipt
         assert receipt is not None
-        return Head(
-            answer.status,
-            answer.content_type,
-            answer.retry_after,
-            receipt,
-            body,
-            answer.headers,
-        )
+        return Head(answer.status, answer.content_type, answer.retry_after, receipt, body, answer.headers)
 
     def _head_of(self, error: RequestError) -> Head:
         """An error of this program as an answer."""
         receipt = self.in_flight.receipt
         assert receipt is not None
         retry_after = None if error.retry_after_s is None else f"{max(1, math.ceil(error.retry_after_s))}"
-        return Head(
-            error.status,
-            JSON,
-            retry_after,
-            receipt,
-            msgspec.json.encode(self._form.error(error)),
-        )
+        return Head(error.status, JSON, retry_after, receipt, msgspec.json.encode(self._form.error(error)))
 
     # ---- how it ends ----
 
@@ -357,7 +330,7 @@ class Forwarding:
 
     def _stopped(self) -> None:
         in_flight = self.in_flight
-        if in_flight.stopping and not in_flight.gone:
+        if in_flight.stopping and not self._delivery.gone:
             in_flight.preemptions += 1
         else:
             in_flight.fail(EngineFailed("the request was aborted"))
@@ -382,31 +355,19 @@ class Forwarding:
         handle, in_flight = self.handle, self.in_flight
         if error.local:  # no other engine can be reached either, and this one is not to blame
             log.warning("%s", error, extra=about(in_flight))
-            in_flight.fail(
-                Unavailable(
-                    "the server has no free sockets",
-                    code="no_socket",
-                    retry_after_s=1.0,
-                )
-            )
+            in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
             return RequestEnded(*self._request, "cancelled", no_socket=True)
         level = logging.WARNING if handle.up and error.code is None else logging.DEBUG
         log.log(level, "%s", error, extra=about(in_flight))
         failure = EngineTimeout(str(error)) if error.late else EngineFailed(str(error), code=error.code)
-        if error.refused and not in_flight.answered:
-            in_flight.refuse(self._head_of(failure))
-            return RequestEnded(
-                *self._request,
-                "failed",
-                fault=True,
-                retryable=True,
-                refused=True,
-                rest_s=0.0,
-            )
+        if error.refused and not self._delivery.answered:
+            self._delivery.refuse(self._head_of(failure))
+            return RequestEnded(*self._request, "failed", fault=True, retryable=True, refused=True, rest_s=0.0)
         await self._owner.fleet.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
-        over = in_flight.answered or error.late or error.answered  # it may be running yet, or would run for nothing
+        # It may be running yet, or would run for nothing.
+        over = self._delivery.answered or error.late or error.answered
         if over:
             in_flight.fail(failure)
         elif error.code is not None:
-            in_flight.refuse(self._head_of(failure))
+            self._delivery.refuse(self._head_of(failure))
         return RequestEnded(*self._request, "failed", fault=True, retryable=not over)

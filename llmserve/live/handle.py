@@ -67,7 +67,7 @@ class EngineHandle:
     @property
     def answered(self) -> tuple[int, ...]:
         """Ids of the running requests whose clients have got a part of the answer."""
-        return tuple(sorted([id_ for id_, in_flight in self.running.items() if in_flight.answered]))
+        return tuple(sorted([id_ for id_, in_flight in self.running.items() if in_flight.delivery.answered]))
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:

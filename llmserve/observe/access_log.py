@@ -28,8 +28,8 @@ def write(exchange: ClientExchange) -> None:
         fields |= fields_of(call) | _served(call)
     elif exchange.state.key:
         fields["key"] = exchange.state.key
-    if call is not None and call.error:
-        fields["error"] = call.error
+    if call is not None and call.delivery.error:
+        fields["error"] = call.delivery.error
     elif exchange.state.error is not None:
         fields["error"] = exchange.state.error.code or exchange.state.error.type
     fields["bytes"] = exchange.written
@@ -41,14 +41,15 @@ def _served(call: InFlightCall) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if call.receipt is not None:
         fields["queue_ms"] = round(call.receipt.queue_ms, 1)
-    if call.first_at_s is not None:
-        fields["first_token_ms"] = _ms(call.first_at_s - call.arrived_at_s)
-    if call.counts is not None and call.counts.prompt_tokens is not None:
-        fields["prompt_tokens"] = call.counts.prompt_tokens
-    tokens = call.counts.completion_tokens if call.counts is not None else call.streamed_tokens
-    if tokens is not None and call.answered:
+    measured, counts = call.measured, call.measured.counts
+    if measured.first_at_s is not None:
+        fields["first_token_ms"] = _ms(measured.first_at_s - call.arrived_at_s)
+    if counts is not None and counts.prompt_tokens is not None:
+        fields["prompt_tokens"] = counts.prompt_tokens
+    tokens = counts.completion_tokens if counts is not None else measured.streamed_tokens
+    if tokens is not None and call.delivery.answered:
         fields["output_tokens"] = tokens
-    if call.gone:
+    if call.delivery.gone:
         fields["gone"] = "client"
     return fields
 

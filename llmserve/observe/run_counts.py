@@ -53,12 +53,13 @@ class RunCounts:
         if call.receipt is None:
             return
         runs = self.of(call.request.model, call.receipt.engine)
-        if call.counts is not None and call.counts.prompt_tokens:
-            runs.prompt_tokens.inc(call.counts.prompt_tokens)
-        if call.first_at_s is None:
+        measured = call.measured
+        if measured.counts is not None and measured.counts.prompt_tokens:
+            runs.prompt_tokens.inc(measured.counts.prompt_tokens)
+        if measured.first_at_s is None:
             return
-        runs.first_token.observe(call.first_at_s - call.arrived_at_s)
-        if (seconds := call.seconds_between_tokens) is not None:
+        runs.first_token.observe(measured.first_at_s - call.arrived_at_s)
+        if (seconds := measured.seconds_between_tokens(call.call.bounds.choices)) is not None:
             runs.between_tokens.observe(seconds)
 
 

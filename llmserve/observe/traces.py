@@ -139,8 +139,8 @@ class RequestTrace:
         if outcome in ("lost", "fault", "failed"):
             span.set_attribute("error.type", outcome)
             span.set_status(Status(StatusCode.ERROR))
-        if in_flight.first_at_s is not None:
-            span.add_event("first token", timestamp=self._ns(in_flight.first_at_s))
+        if in_flight.measured.first_at_s is not None:
+            span.add_event("first token", timestamp=self._ns(in_flight.measured.first_at_s))
         _count_tokens(span, in_flight)
         self._waits_since_ns = self._ns(now_s)
         span.end(self._waits_since_ns)
@@ -158,7 +158,7 @@ class RequestTrace:
         if in_flight.call.terms.key:
             door.set_attribute("llmserve.key", in_flight.call.terms.key)
         _count_tokens(door, in_flight)
-        if error := in_flight.error or ("client_gone" if in_flight.gone else ""):
+        if error := in_flight.delivery.error or ("client_gone" if in_flight.delivery.gone else ""):
             door.set_attribute("error.type", error)
             if exchange.status >= 500 or exchange.status < 400:
                 door.set_status(Status(StatusCode.ERROR))
@@ -198,7 +198,7 @@ def _requested(call: Call, provider: str) -> dict[str, AttributeValue]:
 
 
 def _count_tokens(span: Span, in_flight: InFlightCall) -> None:
-    counts = in_flight.counts
+    counts = in_flight.measured.counts
     if counts is not None and counts.prompt_tokens is not None:
         span.set_attribute("gen_ai.usage.input_tokens", counts.prompt_tokens)
     if counts is not None and counts.completion_tokens is not None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from llmserve.calls.in_flight import InFlightCall
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.handle import EngineHandle
 from llmserve.live.journal import Step
@@ -182,7 +183,7 @@ class Watch:
             seen
             for handle in handles
             for request_id, call in list(handle.running.items())[:RUNNING_MAX]
-            if (seen := _seen(cluster, request_id, handle.name, call.streamed_tokens / call.request.choices, None))
+            if (seen := _seen(cluster, request_id, handle.name, _streamed(call), None))
         ]
         snapshot = Snapshot(
             now_s=now_s,
@@ -226,6 +227,11 @@ class Watch:
                 for share in fair:
                     shares[share.name] += share.waiting
         return _most(models), _most(shares)
+
+
+def _streamed(call: InFlightCall) -> float:
+    """Tokens of each of the call's answers so far."""
+    return call.measured.streamed_tokens / call.request.choices
 
 
 def _most(counts: Counter[str]) -> list[Waiting]:

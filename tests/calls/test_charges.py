@@ -49,9 +49,9 @@ def test_a_claim_never_lowers_the_reserve(claimed: float | None, limit: int | No
 
 def test_the_engines_counts_are_what_was_used() -> None:
     call = in_flight()
-    call.counts = Usage(12, 33)
+    call.measured.counts = Usage(12, 33)
     assert used_tokens(call, SERVICE, 20.0) == (12, 33)
-    call.counts = Usage(None, None)
+    call.measured.counts = Usage(None, None)
     assert used_tokens(call, SERVICE, 20.0) == (10, None), (
         "without counts, the prompt's estimate and all of the reserve"
     )
@@ -59,18 +59,18 @@ def test_the_engines_counts_are_what_was_used() -> None:
 
 def test_a_stream_that_breaks_off_has_used_what_has_come() -> None:
     call = in_flight(stream=True)
-    call.usage = UsageFilter(strip=False)
-    call.usage.feed(EVENT * 7)
+    call.measured.usage = UsageFilter(strip=False)
+    call.measured.usage.feed(EVENT * 7)
     assert used_tokens(call, SERVICE, 20.0) == (10, 7)
 
 
 def test_a_client_that_leaves_pays_by_the_time_and_at_most_the_reserve() -> None:
     call = in_flight(choices=2)
-    call.gone = True
+    call.delivery.gone = True
     assert used_tokens(call, SERVICE, 18.0) == (10, 2 * 10)  # 5 s at 2 tokens a second
     assert used_tokens(call, SERVICE, 1_000.0) == (10, 2 * 60)
     call = in_flight(stream=True)
-    call.gone = True
+    call.delivery.gone = True
     assert used_tokens(call, SERVICE, 18.0) == (10, 0), "a stream that has not begun"
 
 

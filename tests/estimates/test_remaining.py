@@ -34,8 +34,8 @@ async def left_s(quantiles: tuple[float, ...], *, streamed: int | None, ran_s: f
     in_flight.arrived_at_s = 10.0
     in_flight.receipt = Receipt(1, 0, 1, "e", 3_000.0, median)
     if streamed is not None:
-        in_flight.usage = UsageFilter(strip=False, choices=choices)
-        in_flight.usage.feed(EVENT * streamed)
+        in_flight.measured.usage = UsageFilter(strip=False, choices=choices)
+        in_flight.measured.usage.feed(EVENT * streamed)
     return remaining_s(in_flight, SERVICE, 13.0 + ran_s)
 
 
@@ -81,11 +81,11 @@ async def test_retry_after_of_a_cold_server_follows_the_stream(start_front: Star
         running = await stream(front, stack, 400)
         waiting = asyncio.ensure_future(front.post().__aenter__())
         await until(lambda: front.cluster.scheduler.waiting == 1)
-        await until(lambda: running.streamed_tokens >= 10)
+        await until(lambda: running.measured.streamed_tokens >= 10)
         status, first_s = await refused(front)
         assert status == 429
         assert first_s >= 6  # some 390 tokens of 0.02 s, or more on a slow machine
-        await until(lambda: running.streamed_tokens >= 200)
+        await until(lambda: running.measured.streamed_tokens >= 200)
         _, later_s = await refused(front)
         assert later_s < first_s
         waiting.cancel()
@@ -95,7 +95,7 @@ async def test_a_server_that_drains_says_when_its_last_stream_ends(start_front: 
     async with FakeEngine(step_s=0.02) as engine, AsyncExitStack() as stack:
         front = await start_front(engine, slots=1)
         running = await stream(front, stack, 400)
-        await until(lambda: running.streamed_tokens >= 10)
+        await until(lambda: running.measured.streamed_tokens >= 10)
         draining = asyncio.ensure_future(front.cluster.drain(5.0))
         await asyncio.sleep(0)
         status, after_s = await refused(front)
