@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.memory import MemoryTurn, is_giant
+from llmserve.scheduling.memory import MemoryToken, is_oversize
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.rests import Rests
 
@@ -88,13 +88,13 @@ class EngineState:
     models        names of the served models; empty: every model
     ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will, if it does not
     paces         by model, for models of known speed with at least one answer
-    turn          which request may block the engine for its memory
+    memory_token  who may block the engine while waiting for its memory
     rests         from models of which it has refused requests.  left_out : the models for which others work meanwhile
     """
 
     __slots__ = (
-        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "left_out", "models", "paces"),
-        *("ready", "rests", "running", "total_tokens", "turn", "worker"),
+        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "left_out", "memory_token"),
+        *("models", "paces", "ready", "rests", "running", "total_tokens", "worker"),
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
@@ -104,7 +104,7 @@ class EngineState:
         self.ready, self.known, self.expected = True, True, False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.running: dict[int, Run] = {}
-        self.turn = MemoryTurn()
+        self.memory_token = MemoryToken()
         self.total_tokens = 0
         self._refused: dict[int, float] = {}  # by request id, ascending: the time before which it does not fit
         self._steps: dict[str, float] = {}  # by the name of a speed: steps so far of a refill engine, at that speed
@@ -199,8 +199,8 @@ class EngineState:
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
-            if limited and (is_giant(queued, self.info) or self.turn.holder is queued):
-                self.turn.start(queued, now_s)
+            if limited and (is_oversize(queued, self.info) or self.memory_token.holder is queued):
+                self.memory_token.start(queued, now_s)
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
@@ -224,8 +224,8 @@ class EngineState:
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
-            if self.turn.holder is queued:
-                self.turn.end(now_s)
+            if self.memory_token.holder is queued:
+                self.memory_token.end(now_s)
             if self.circuit.trial is not None:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)

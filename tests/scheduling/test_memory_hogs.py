@@ -11,7 +11,7 @@ import pytest
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.memory import REST, MemoryTurn, is_giant, is_large
+from llmserve.scheduling.memory import REST, MemoryToken, is_large, is_oversize
 from llmserve.scheduling.messages import EngineReady, Event, RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.settings.policies import SchedulingConfig
@@ -94,7 +94,9 @@ def test_eight_that_need_the_memory_take_no_more_than_two(order: str) -> None:
 def test_a_request_that_needs_all_the_memory_is_served_although_others_never_leave_room() -> None:
     for hog in HOGS.values():
         _, served = rates("fffs", hog, service_s=2.0)
-        assert served > 1 / 10, "a turn is 2 s and the time in which the engine empties, and the rest little more"
+        assert served > 1 / 10, (
+            "the token is held for 2 s and the time in which the engine empties, and the rest little more"
+        )
 
 
 def test_without_others_those_that_need_all_the_memory_run_one_after_the_other_without_a_rest() -> None:
@@ -107,7 +109,7 @@ def test_without_others_those_that_need_all_the_memory_run_one_after_the_other_w
         scheduler.handle(RequestEnded("e", number, "completed", 20.0), 5.0 * (number + 1))
 
 
-def test_each_of_several_engines_has_its_own_turn() -> None:
+def test_each_of_several_engines_has_its_own_token() -> None:
     hog = HOGS["a prompt of nearly the cache"]
     alone, _ = rates("fffs", engines=2)
     beside, served = rates("fffs", *4 * [hog], service_s=2.0, engines=2)
@@ -115,7 +117,7 @@ def test_each_of_several_engines_has_its_own_turn() -> None:
     assert served > 2 / 10
 
 
-def test_of_many_that_wait_for_their_turn_a_step_asks_the_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_that_wait_for_the_token_a_step_asks_the_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     fits = EngineState.fits
 
@@ -140,32 +142,32 @@ class Held:
     formed: object | None = True
 
 
-def test_a_turn_ends_with_its_holder_and_is_followed_by_a_longer_rest() -> None:
-    turn = MemoryTurn()
+def test_the_token_is_released_by_the_end_of_its_holder_and_rests_for_longer() -> None:
+    token = MemoryToken()
     first, second = Held(80), Held(80)
-    turn.wait(first, 1.0)
-    turn.start(first, 2.0)
-    assert not turn.is_open_to(second, 3.0)
-    turn.end(5.0)
-    assert turn.rests_until_s == 5.0 + REST * 4.0
-    assert not turn.is_open_to(second, turn.rests_until_s - 0.1)
-    assert turn.is_open_to(second, turn.rests_until_s)
+    token.wait(first, 1.0)
+    token.start(first, 2.0)
+    assert not token.is_open_to(second, 3.0)
+    token.end(5.0)
+    assert token.rests_until_s == 5.0 + REST * 4.0
+    assert not token.is_open_to(second, token.rests_until_s - 0.1)
+    assert token.is_open_to(second, token.rests_until_s)
 
 
-def test_the_turn_of_a_holder_that_leaves_ended_when_others_last_waited_for_it() -> None:
-    turn, first, second = MemoryTurn(), Held(80), Held(80)
-    turn.wait(first, 1.0)
-    assert turn.is_open_to(second, 1.0), "what comes before it in the order goes on with its turn"
-    turn.wait(first, 3.0)
+def test_the_token_of_a_holder_that_leaves_was_released_when_others_last_waited_for_it() -> None:
+    token, first, second = MemoryToken(), Held(80), Held(80)
+    token.wait(first, 1.0)
+    assert token.is_open_to(second, 1.0), "what comes before the holder in the order takes the token"
+    token.wait(first, 3.0)
     first.formed = None
-    assert turn.is_open_to(second, 100.0)
-    assert turn.rests_until_s == 3.0 + REST * 2.0
+    assert token.is_open_to(second, 100.0)
+    assert token.rests_until_s == 3.0 + REST * 2.0
 
 
-def test_only_what_needs_most_of_the_memory_needs_a_turn_to_start() -> None:
+def test_only_what_needs_most_of_the_memory_needs_the_token_to_start() -> None:
     info = EngineInfo("e", 4, False, tokens_max=100)
-    assert is_giant(Held(51), info)
-    assert not is_giant(Held(50), info)
+    assert is_oversize(Held(51), info)
+    assert not is_oversize(Held(50), info)
     assert is_large(Held(26), info)
     assert not is_large(Held(25), info)
     assert not is_large(Held(80), EngineInfo("static", 4, True, tokens_max=100))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.memory import is_giant
+from llmserve.scheduling.memory import is_oversize
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
 
@@ -86,7 +86,7 @@ class Choice:
             engine
             for engine in engines
             if engine.fits(queued, now_s, per_token_s)
-            and (not is_giant(queued, engine.info) or self._gets_token(queued, engine))
+            and (not is_oversize(queued, engine.info) or self._gets_token(queued, engine))
         ]
         if queues.release.plans:
             fitting = [engine for engine in fitting if engine.running] or fitting
@@ -96,4 +96,4 @@ class Choice:
 
     def _gets_token(self, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether an oversize request may start on an engine whose memory holds the request."""
-        return engine.turn.is_open_to(queued, self._now_s) or (self._alone and not engine.running)
+        return engine.memory_token.is_open_to(queued, self._now_s) or (self._alone and not engine.running)

@@ -68,7 +68,7 @@ class FixedChoice(Choice):
         for engine in self._pool.free.values() if self._skipped or self._blocked else ():
             times_s.append(engine.circuit.suspects_from_s)
             if self._skipped:
-                times_s += (engine.recheck_at_s(self._now_s), engine.turn.rests_until_s)
+                times_s += (engine.recheck_at_s(self._now_s), engine.memory_token.rests_until_s)
         return min([at_s for at_s in times_s if at_s is not None and at_s > self._now_s], default=None)
 
     # ---- batches that do not start ----
@@ -92,13 +92,13 @@ class FixedChoice(Choice):
         """Give a request that waits for memory the token of one of these engines. Returns the engine; []: no token is
         free.
         """
-        open_ = [engine for engine in engines if engine.turn.is_open_to(first, self._now_s)]
-        held = [engine for engine in open_ if engine.turn.holder is first]
+        open_ = [engine for engine in engines if engine.memory_token.is_open_to(first, self._now_s)]
+        held = [engine for engine in open_ if engine.memory_token.holder is first]
         others = [engine for engine in open_ if engine.info.name not in self._blocked]
         if not held and not others:
             return []
         chosen = min(held or others, key=lambda engine: (engine.room <= 0, engine.total_tokens, engine.info.name))
-        chosen.turn.wait(first, self._now_s)
+        chosen.memory_token.wait(first, self._now_s)
         return [chosen]
 
     def _block(self, model: str, engines: Sequence[EngineState]) -> None:
@@ -130,7 +130,7 @@ class FixedChoice(Choice):
         key, number, unformed = math.inf, 0, []
         next_shares: dict[FairShares, Share] | None = None  # None: no shares compete
         for queues in startable:
-            if queues.unsorted:
+            if queues.dirty:
                 queues.sort_again()
             if next_shares is None and queues.fair.contended:
                 next_shares = self._next_shares(startable)
@@ -150,7 +150,7 @@ class FixedChoice(Choice):
         for queues in startable:
             if queues.fair.contended:
                 competing.setdefault(queues.fair, []).append(queues)
-                if queues.unsorted:
+                if queues.dirty:
                     queues.sort_again()
         chosen: dict[FairShares, Share] = {}
         for fair, members in competing.items():

@@ -57,7 +57,7 @@ class MomentChoice(Choice):
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
         times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s(self._now_s) for engine in engines]]
         times_s += [engine.circuit.suspects_from_s for engine in engines]
-        times_s += [engine.turn.rests_until_s for engine in engines if self._candidates.skipped]
+        times_s += [engine.memory_token.rests_until_s for engine in engines if self._candidates.skipped]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
@@ -116,9 +116,11 @@ class MomentChoice(Choice):
         formed.set_apart_large(batch)
         self._candidates.skipped.add(batch.share)
         elsewhere = [other for other in self._pool.free_for(candidate.model) if other is not engine]
-        if any(other.turn.holder is first for other in elsewhere) or not engine.turn.is_open_to(first, self._now_s):
+        if any(other.memory_token.holder is first for other in elsewhere) or not engine.memory_token.is_open_to(
+            first, self._now_s
+        ):
             return True
-        engine.turn.wait(first, self._now_s)
+        engine.memory_token.wait(first, self._now_s)
         return False
 
     # ---- choice of a candidate ----

@@ -1,4 +1,4 @@
-"""The formed batches of one model: those that wait for an engine."""
+"""The formed batches of one model, which wait for an engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, Entry, FormedBatch
 
 
 class FormedQueue:
-    """A model's formed batches by the key that the order gives them as they form; without such a key, by number.
+    """A model's formed batches, by the order's key; without such a key, by number.
 
-    Each share has a lane, where the batches wait of which it is the least served share (scheduling/fair.py).
-    Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine failed or lost; they
-    are few, and kept apart, for each may have to wait for another engine.
-    Large batches, whose first request needs more than its fair share of a memory, have lanes of their own once others
-    may pass them: only the first of each lane is looked at, however many wait.
+    Each share has a sub-queue of the batches whose least served share it is (scheduling/fair.py). Push and pop cost
+    O(log batches), removal of a request O(1). Returned batches, which an engine has failed, refused or lost, are few.
+    They wait apart, because each may have to wait for another engine. Large batches, whose first request needs more than
+    its fair share of a memory, have sub-queues of their own once others may pass: only the first batch of each sub-queue
+    is looked at, however many wait.
 
-    only : the lane, while one share's batches wait, and none is returned or large; else []
+    only : the sub-queue, while one share's batches wait, and none is returned or large; else []
     """
 
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
         self._key = key
-        self._lanes: dict[Share, list[Entry]] = {}  # heaps whose first entries are valid; none is empty
+        self._by_share: dict[Share, list[Entry]] = {}  # sub-queues: heaps whose first entries are valid; none is empty
         self._large: dict[Share, list[Entry]] = {}  # of large batches
         self._returned: list[FormedBatch] = []
         self._requests = 0
@@ -32,10 +32,10 @@ class FormedQueue:
         self.only: list[Entry] = []
 
     def _note_only(self) -> None:
-        """Set `only`. Call when lanes have come or gone, or `returned` has changed."""
-        lanes = self._lanes
-        plain = len(lanes) == 1 and not (self._returned or self._large)
-        self.only = next(iter(lanes.values())) if plain else []
+        """Set `only`. Call when sub-queues have come or gone, or `returned` has changed."""
+        heaps = self._by_share
+        plain = len(heaps) == 1 and not (self._returned or self._large)
+        self.only = next(iter(heaps.values())) if plain else []
 
     def push(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -43,21 +43,21 @@ class FormedQueue:
         self._enter(batch)
 
     def _enter(self, batch: FormedBatch, *, large: bool = False) -> None:
-        """Give a batch an entry; its former one is void from now on. `_drop_void` must follow where it has been one."""
+        """Give a batch an entry, which voids an earlier one. `_drop_void` must follow if there was an earlier one."""
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
         entry = batch.entry(self._serial, large=large)
-        lanes = self._large if large else self._lanes
-        lane = lanes.get(batch.share)
-        if lane is None:
-            lane = lanes[batch.share] = []
+        heaps = self._large if large else self._by_share
+        heap = heaps.get(batch.share)
+        if heap is None:
+            heap = heaps[batch.share] = []
             self._note_only()
-        heapq.heappush(lane, entry)
-        if len(lane) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
-            lane[:] = [entry for entry in lane if _is_valid(entry)]
-            heapq.heapify(lane)
+        heapq.heappush(heap, entry)
+        if len(heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
+            heap[:] = [entry for entry in heap if _is_valid(entry)]
+            heapq.heapify(heap)
 
     def sort_again(self, batch: FormedBatch) -> None:
-        """Give a batch the key, and the place, that follow from the present forecasts of its requests."""
+        """Sort a batch again after the forecasts of its requests have changed."""
         key = self._key(batch)
         if key == batch.key and not batch.large:
             return
@@ -67,23 +67,23 @@ class FormedQueue:
             self._drop_void(batch.share)
 
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
-        """Sort all batches again, for what their keys go by has changed. key : another one"""
+        """Re-sort after the ordering inputs changed. key : a new key function; None: the present one"""
         self._key = key or self._key
         fresh = [entry[3] for entry in self._entries()]
         for batch in (*fresh, *self._returned):
             batch.key = self._key(batch) if batch.requests else batch.key
-        lanes = self._lanes = {}
+        heaps = self._by_share = {}
         self._large = {}
         for batch in fresh:
             share = batch.join_least_served()
-            lanes.setdefault(share, []).append((batch.key, batch.id, batch.serial, batch))
-        for lane in lanes.values():
-            heapq.heapify(lane)
+            heaps.setdefault(share, []).append((batch.key, batch.id, batch.serial, batch))
+        for heap in heaps.values():
+            heapq.heapify(heap)
         self._note_only()
 
     def _entries(self) -> Iterator[Entry]:
         """The valid entries, in no order."""
-        entries = chain(*self._lanes.values(), *self._large.values())
+        entries = chain(*self._by_share.values(), *self._large.values())
         return (entry for entry in entries if entry[3].requests and entry[2] == entry[3].serial)
 
     def push_returned(self, batch: FormedBatch) -> None:
@@ -93,7 +93,7 @@ class FormedQueue:
         self._note_only()
 
     def set_apart(self, batch: FormedBatch) -> FormedBatch:
-        """Keep a batch apart from those that were never started, so that others can start before it. Returns it."""
+        """Move a batch to the returned ones, so that fresh batches can start before it. Returns the batch."""
         if batch.serial:
             batch.leave_entry()
             self._returned.append(batch)
@@ -102,14 +102,14 @@ class FormedQueue:
         return batch
 
     def set_apart_large(self, batch: FormedBatch) -> bool:
-        """Keep a batch in a lane of large ones, so that others can start before it. False: it waits behind another."""
+        """Move a batch to the large ones, so that others can start before it. False: it is not the first of these."""
         if batch.serial and not batch.large:
             self._enter(batch, large=True)
             self._drop_void(batch.share)
         return not batch.large or self._large[batch.share][0][3] is batch
 
     def hold(self, batch: FormedBatch) -> None:
-        """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""
+        """Count a batch without an entry, because its engine is already chosen; `take` its requests at the start."""
         batch.hold()
         self._requests += len(batch.requests)
 
@@ -118,7 +118,7 @@ class FormedQueue:
         return self._requests
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """Their requests, in no order."""
+        """The requests of all formed batches, in no order."""
         batches = [*[entry[3] for entry in self._entries()], *self._returned]
         return (queued for batch in batches for queued in batch.requests.values())
 
@@ -131,25 +131,26 @@ class FormedQueue:
         return sorted(self._returned, key=self.turn_of) if len(self._returned) > 1 else self._returned
 
     def fresh(self, share: Share | None = None) -> FormedBatch | None:
-        """The first batch that was not set apart; None when there is none. share : of this one; None: of any"""
-        lanes = self._lanes
+        """The first batch that was not moved apart; None: there is none. share : None: of any share"""
+        heaps = self._by_share
         if share is not None:
-            return lanes[share][0][3] if share in lanes else None
-        return min([lane[0] for lane in lanes.values()])[3] if lanes else None
+            return heaps[share][0][3] if share in heaps else None
+        return min([heap[0] for heap in heaps.values()])[3] if heaps else None
 
     @property
     def has_fresh(self) -> bool:
-        """Whether a batch waits that was not set apart."""
-        return bool(self._lanes)
+        """Whether a batch waits that was not moved apart."""
+        return bool(self._by_share)
 
     @property
     def large(self) -> list[FormedBatch]:
         """The first large batch of each share."""
-        return [lane[0][3] for lane in self._large.values()]
+        return [heap[0][3] for heap in self._large.values()]
 
     def first(self, without: Container[FormedBatch] = (), share: Share | None = None) -> FormedBatch | None:
-        """The first batch, without these returned and large ones; None when there is none. share : of this one; None:
-        of any
+        """The first batch; None: there is none.
+
+        without : returned and large batches to leave out.  share : of which the batch must hold a request; None: any
         """
         fresh = self.fresh(share)
         if self.only or not (self._returned or self._large):
@@ -192,7 +193,7 @@ class FormedQueue:
         return leaving
 
     def _follow_shares(self, batch: FormedBatch) -> None:
-        """Move a batch that requests have left to the lane of a share that is still in it."""
+        """Move a batch, which requests have left, to the sub-queue of a remaining share."""
         before = batch.share
         if batch.requests and batch.serial:
             moves = not batch.has(before)
@@ -203,16 +204,16 @@ class FormedQueue:
         self._drop_void(before)
 
     def _drop_void(self, share: Share) -> None:
-        """Pop void entries, so that the first batch of each of the share's lanes holds a request."""
-        for lanes in (self._lanes, self._large) if self._large else (self._lanes,):
-            lane = lanes.get(share)
-            while lane and not _is_valid(lane[0]):
-                heapq.heappop(lane)
-                if not lane:
-                    del lanes[share]
+        """Pop void entries, so that the first batch of each of the share's sub-queues holds a request."""
+        for heaps in (self._by_share, self._large) if self._large else (self._by_share,):
+            heap = heaps.get(share)
+            while heap and not _is_valid(heap[0]):
+                heapq.heappop(heap)
+                if not heap:
+                    del heaps[share]
                     self._note_only()
 
 
 def _is_valid(entry: Entry) -> bool:
-    """Whether the entry's batch still holds a request, and has no later entry."""
+    """Whether the entry's batch holds a request, and has no later entry."""
     return bool(entry[3].requests) and entry[2] == entry[3].serial

@@ -19,10 +19,10 @@ from llmserve.scheduling.release import Plans, Release
 
 
 class Tally:
-    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model.
+    """The waiting requests of a group, as ModelQueues count them. waiting : number.  queues : those not empty, by model
 
-    held_back : queues, by model, of which batches could not form early, for several shares waited (Forming)
-    items : of batch jobs, that run on what others left
+    held_back : queues, by model, whose batches could not form early, because several shares waited (Forming)
+    items : items of batch jobs that run in slots left by online requests
     """
 
     __slots__ = ("held_back", "items", "queues", "waiting")
@@ -41,8 +41,8 @@ class ModelQueues:
     binning     which bin a request waits in
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     plans       asks for plans, and follows them; None unless the release does
-    service     times of answers.  items : of items of batch jobs, which took what others left
-    unsorted    whether the sort keys are out of date: callers must sort again before they ask which is next
+    service     times of answers.  items : the same of batch items, which run in slots left by online requests
+    dirty       whether sort keys are stale: callers must sort again before they ask which request is next
     bins        a queue for each bin; queue : makes one, by its index
     fair        the shares that compete for the model's engines; models that share an engine have the same
     tally       counts waiting requests of the whole group
@@ -68,7 +68,7 @@ class ModelQueues:
         self.model, self.group, self.tally = model, group, tally or Tally()
         self.binning, self.release, self.plans = binning, release, plans
         self.service, self.items = ServiceTime(), ItemService()
-        self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
+        self.formed, self.load, self.dirty = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(binning.edges.bins)]
         self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
@@ -89,10 +89,7 @@ class ModelQueues:
             self.no_engine_since_s = now_s
 
     def _count(self, requests: int, work_us: int) -> None:
-        """Count requests that wait from now on, or with a minus no longer; their shares count them, too.
-
-        work_us : theirs, see Load
-        """
+        """Count requests that begin to wait, or with negative numbers requests that cease to. work_us : see Load"""
         if not self.waiting:
             self.tally.queues[self.model] = self
         self.waiting += requests
@@ -120,7 +117,7 @@ class ModelQueues:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
             service, forecast = self.service, binning.forecast(request)
             if load.arrive(queued, forecast, service, ahead, self.all_slots):
-                self.unsorted = True
+                self.dirty = True
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))
         queue.append(queued)
@@ -143,7 +140,7 @@ class ModelQueues:
         )
 
     def hold(self, batch: FormedBatch) -> None:
-        """Count a batch of such requests as waiting, until it starts."""
+        """Count a batch of requests that were queued apart as waiting, until the batch starts."""
         self.formed.hold(batch)
         requests = batch.requests.values()
         for queued in requests:
@@ -152,15 +149,15 @@ class ModelQueues:
 
     def follow_load(self, follows: bool) -> None:
         """Learn the load from now on, or no longer."""
-        self.load = (self.load or Load(self._anyhow())) if follows else None
+        self.load = (self.load or Load(self._in_no_order())) if follows else None
 
     def sort_again(
         self, key: Callable[[FormedBatch], float] | None = None, turn: Callable[[QueuedRequest], float] | None = None
     ) -> None:
         """Sort all waiting requests, each within its bin and batch. key, turn : of another order (FixedOrder)"""
-        self.unsorted = False
+        self.dirty = False
         if self.load is not None:
-            self.load.tell(self._anyhow())
+            self.load.tell(self._in_no_order())
         self.formed.sort_all(key)
         for queue in self.bins:
             queue.sort_all(turn)
@@ -168,8 +165,9 @@ class ModelQueues:
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
 
-        A request stays in its formed batch, which its release allowed as it is; the order places the batch again.
-        Predictions are still judged as made at the arrival: an order by later ones picks those that are too short.
+        A request stays in its formed batch, whose composition the release has allowed; the order places the batch
+        again. Predictions are still judged as made at the arrival, because an order by later forecasts picks the
+        requests whose forecasts are too short.
         """
         moving = []
         for queued, changed in requests:
@@ -194,7 +192,7 @@ class ModelQueues:
         return self.take_back(moving)
 
     def take_back(self, requests: Collection[QueuedRequest]) -> list[BinQueue]:
-        """Put requests that ran, or waited elsewhere, into their bins by arrival time. Returns these bins."""
+        """Put requests that have run, or waited elsewhere, into their bins by arrival time. Returns the bins."""
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
             queued.group = self.group
@@ -238,15 +236,15 @@ class ModelQueues:
         return sum([engine.pace(self.model) for engine in self.engines]) / len(self.engines) if self.engines else 1.0
 
     def _bin_of(self, queued: QueuedRequest) -> int:
-        """The queue in which the request would wait if it arrived now."""
+        """The bin in which an equal new request would wait."""
         return self._merged(self.binning.bin_of(queued.score))
 
     def _sort_in(self, queued: QueuedRequest) -> None:
-        """Note the queue in which the request would wait if it arrived now, and its length there."""
+        """Set the request's bin to the bin of an equal new request, and its length there."""
         queued.bin, queued.sort_length = self._bin_of(queued), self.binning.sort_length(queued)
 
     def sort_into_queues(self) -> None:
-        """Put each request of the bins into the queue where it would wait if it arrived now, in order of arrival."""
+        """Move each request of the bins to the bin where an equal new request would wait, in order of arrival."""
         waiting = sorted([queued for queue in self.bins for queued in queue.take_all()], key=turn_of_arrival)
         for queued in waiting:
             self._sort_in(queued)
@@ -273,18 +271,18 @@ class ModelQueues:
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 
     def true_up(self, queued: QueuedRequest, answer_tokens: float, ran_s: float = math.inf) -> None:
-        """Charge a request that has ended with what it took, instead of its forecast.
+        """Charge an ended request for its real cost instead of its forecast.
 
-        answer_tokens : 0: unknown; then as forecast, or as many as `ran_s` allows, if these are fewer
+        answer_tokens : 0: unknown; then the forecast counts, or the tokens that `ran_s` allows, if these are fewer
         """
         request, per_token_s = queued.request, self.service.seconds_per_token
         tokens = answer_tokens or request.choices * min(queued.likely_tokens, ran_s / per_token_s)
         queued.true_up(tokens)
 
     def compete(self, fair: FairShares) -> None:
-        """Let the shares of this model compete with those of others, whose engines the model shares from now on."""
+        """Let the shares of this model compete with the shares of other models on the same engines."""
         self.fair = fair
-        for queued in list(self._anyhow()):
+        for queued in list(self._in_no_order()):
             queued.share.leave()
             self._join_share(queued)
         self.formed.sort_all()
@@ -293,9 +291,9 @@ class ModelQueues:
 
     def all_waiting(self) -> list[QueuedRequest]:
         """All waiting requests in order of arrival, without those of reserved batches."""
-        return sorted(self._anyhow(), key=turn_of_arrival)
+        return sorted(self._in_no_order(), key=turn_of_arrival)
 
-    def _anyhow(self) -> Iterator[QueuedRequest]:
+    def _in_no_order(self) -> Iterator[QueuedRequest]:
         """The requests of `all_waiting`, in no order."""
         return chain(*self.bins, self.formed)
 

@@ -18,26 +18,26 @@ ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept 
 
 
 class QueuedRequest(msgspec.Struct, eq=False):
-    """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
+    """One accepted request. A request is in exactly one place: in a bin, in a formed batch, or on an engine.
 
-    Its places are set by their owners: the queues of its model (group, bin, sort_length), the formed batch in which it
-    waits (formed), the engine on which it runs (run).
+    The owner of each place sets it: the queues of the model (group, bin, sort_length), the formed batch (formed), the
+    engine (run).
 
-    score            value that determines its bin, tokens; None without a prediction
-    expected_tokens  per choice, by its present forecast; likely_tokens : the mean length of answers of such forecasts
-    service_s        likely time on a slot, by the seconds a token at its arrival; service_mean_s : of the mean answer
-    prompt_s         part of service_s that its prompt takes
-    total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
-    decay_s          decay of the wait's tail of its model, as it was last sorted
-    pace_s           seconds from one start of its model's requests to the next: service_mean_s over the slots
+    score            value that determines the bin, tokens; None without a prediction
+    expected_tokens  per choice, by the present forecast; likely_tokens : the mean length of answers of such forecasts
+    service_s        likely time on a slot, by the seconds a token at the arrival; service_mean_s : of the mean answer
+    prompt_s         part of service_s that the prompt takes
+    total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
+    decay_s          decay of the tail of the model's wait, when the request was last sorted
+    pace_s           seconds from one start of the model's requests to the next: service_mean_s over the slots
     prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
-    group, bin       where it waits or last waited; sort_length : its length in a window
-    judged           request and score at its arrival, by which predictions are judged; None: the present ones
-    retries, cancelled  how often its engine failed, whether its client has gone
-    failed_on        engine that failed it first by a fault; "": none.  suspect : the fault may be its own (circuit.py)
-    refused_by       names of the engines that have refused it
-    share            whose request it is.  charged : to the share while it runs, weighted tokens
+    group, bin       where the request waits or last waited; sort_length : its length in a window
+    judged           request and score at the arrival, by which predictions are judged; None: the present ones
+    retries, cancelled  how often an engine has failed, whether the client has gone
+    failed_on        the first engine with a fault; "": none.  suspect : the request may be at fault (circuit.py)
+    refused_by       names of the engines that have refused the request
+    share            the share that pays.  charged : to the share while the request runs, weighted tokens
     """
 
     request: Request
@@ -78,12 +78,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     @property
     def cost(self) -> float:
-        """What it will cost its share by its forecast, weighted tokens."""
+        """Forecast cost to the share, weighted tokens."""
         request = self.request
         return cost(request.prompt_tokens, request.choices * self.likely_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
-        """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
+        """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
         self.expected_tokens, self.likely_tokens = tokens, likely
         self.total_tokens = self.request.total_tokens(tokens)
@@ -123,10 +123,10 @@ def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
 class Run(msgspec.Struct, eq=False):
     """A request's stay on an engine.
 
-    engine           name of the engine; batch_id, formed_at_s : of its batch
+    engine           name of the engine; batch_id, formed_at_s : of the request's batch
     concurrency      requests on the engine once the batch had started
-    steps_before     steps of the engine before its start (EngineState.record_run)
-    began, stopping  whether its client has received the first byte, and whether it was preempted
+    steps_before     steps of the engine before the start (EngineState.record_run)
+    began, stopping  whether the client has received the first byte, and whether the run was preempted
     """
 
     queued: QueuedRequest
@@ -141,15 +141,17 @@ class Run(msgspec.Struct, eq=False):
 
 
 class BinQueue:
-    """The requests of one bin, in order of arrival. Every operation costs O(1) however many wait; where requests have
-    deadlines a change costs O(log n) comparisons and moves at most n list entries.
+    """The requests of one bin, in order of arrival. Every operation costs O(1) however many requests wait; where these
+    have deadlines, a change costs O(log n) comparisons and moves at most n list entries.
 
     Where requests of several shares wait, each taken batch is dealt between the shares (scheduling/fair.py).
 
-    requests: by id, in order of arrival.  changes: number of additions and removals so far.  engines: that serve them
-    by_deadline: whether requests without a deadline have a place in the order of deadlines, too
-    parts: the requests of each share, from the arrival of a second share until the queue is empty; {}: of one share
-    share: of all requests while there are no parts
+    requests     by id, in order of arrival
+    changes      number of additions and removals so far
+    engines      number of engines that serve the requests
+    by_deadline  whether requests without a deadline have a place in the order of deadlines, too
+    parts        the requests of each share, from the arrival of a second share until the queue is empty; {}: one share
+    share        of all requests while there are no parts
     """
 
     by_deadline: ClassVar[bool] = False
@@ -204,7 +206,7 @@ class BinQueue:
             part.append(other)
 
     def _leave_part(self, queued: QueuedRequest) -> None:
-        """Take a request that has left the queue out of its part."""
+        """Remove a request, which has left the queue, from the part of its share."""
         if not self.requests:
             self.parts.clear()
             return
@@ -220,11 +222,11 @@ class BinQueue:
         return self.share is share
 
     def in_turn(self) -> Iterator[QueuedRequest]:
-        """The requests in the order in which they are taken, while all are of one share."""
+        """The requests in the order of `take`, while all are of one share."""
         return iter(self)
 
     def take_dealt(self, parts: Iterable[tuple[Share, Iterator[QueuedRequest]]], count: int) -> list[QueuedRequest]:
-        """Take `count` requests of this queue, dealt between the shares. parts : those of each share, in its order"""
+        """Take `count` requests, dealt between the shares. parts : the requests of each share, in the share's order"""
         requests = list(dealt(parts, count))
         for queued in requests:
             self.remove(queued)
@@ -244,7 +246,7 @@ class BinQueue:
             self.divide()
 
     def divide(self) -> None:
-        """Put the requests into parts again, for their order or their shares have changed."""
+        """Divide the requests between the shares again, after their order or their shares have changed."""
         self.parts.clear()
         requests = list(self)
         self.share = requests[0].share if requests else NOBODY
@@ -261,16 +263,16 @@ class BinQueue:
             self._leave_part(queued)
 
     def lift(self, queued: QueuedRequest) -> None:
-        """Take a request out of what is sorted by forecasts, before its forecast changes; `put_down` must follow."""
+        """Remove a request from the rows sorted by forecast, before the forecast changes; `put_down` must follow."""
 
     def put_down(self, queued: QueuedRequest) -> None:
-        """Sort a request by its present forecast. The request is in the queue, in its place by arrival."""
+        """Sort a request into these rows again. The request has kept its place in the queue, by arrival."""
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
         """Learn from the answer of a request that waited here."""
 
     def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
-        """Sort what is sorted by turns again, for what they go by has changed. turn : another one"""
+        """Re-sort after the ordering inputs changed. turn : a new sort key; None: the present one"""
 
     def take_all(self) -> list[QueuedRequest]:
         """Take all requests, in order of arrival."""
@@ -306,7 +308,7 @@ class BinQueue:
 
 
 class FormedBatch:
-    """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
+    """A batch that waits for an engine. Requests may leave one by one: cancelled, or started by a refill engine."""
 
     __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "large", "model", "requests", "serial", "share", "size")
 
@@ -319,10 +321,10 @@ class FormedBatch:
         self.formed_at_s = formed_at_s
         self.requests = {queued.request.id: queued for queued in requests}
         self.size = len(requests)
-        self.key = 0.0  # the order's key, by the present forecasts of its requests
-        self.serial = 0  # of its entry in the formed queue; 0: it has none there
-        self.large = False  # whether that entry is in a sub-queue of large batches
-        self.avoid: frozenset[str] = frozenset()  # engines that failed or refused it; used only while no other works
+        self.key = 0.0  # the order's key, by the present forecasts of the requests
+        self.serial = 0  # of the batch's entry in the formed queue; 0: none
+        self.large = False  # whether the entry is in a sub-queue of large batches
+        self.avoid: frozenset[str] = frozenset()  # engines that failed or refused the batch; used if no other works
         self.share = requests[0].share if len(requests) == 1 else self.join_least_served()
 
     # ---- its requests ----
@@ -352,7 +354,7 @@ class FormedBatch:
     # ---- its place in the formed queue ----
 
     def entry(self, serial: int, *, large: bool = False) -> Entry:
-        """Its entry from now on; a former one is void. large : in a sub-queue of large batches"""
+        """Make the batch's entry, which voids an earlier one. large : in a sub-queue of large batches"""
         self.serial, self.large = serial, large
         return self.key, self.id, serial, self
 
@@ -361,8 +363,8 @@ class FormedBatch:
         self.serial = 0
 
     def join_least_served(self) -> Share:
-        """Wait, and not as a large batch, for the share that has been served least of those in the batch: that share's
-        sub-queue is the batch's. Returns the share.
+        """Take the batch's least served share as the batch's share, whose sub-queue is the batch's place, and count as
+        not large. Returns the share.
         """
         shares = {queued.share: None for queued in self.requests.values()}
         if len(shares) == 1:
@@ -373,7 +375,7 @@ class FormedBatch:
         return self.share
 
     def come_back(self, engine: str) -> None:
-        """Avoid an engine that failed, refused or lost the batch, and all that have refused a request of the batch."""
+        """Avoid an engine that failed, refused or lost the batch, and each that has refused one of its requests."""
         self.avoid = frozenset((engine,)).union(*[queued.refused_by for queued in self.requests.values()])
         self.join_least_served()
 
