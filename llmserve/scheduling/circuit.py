@@ -8,18 +8,18 @@ half open  the pause is over: one request (of a barrier engine: one batch) is on
 Only the engine's own faults count (5xx, silence, broken connections), never a client's error (4xx). Only a request's
 first try counts. Requests sent before the circuit opened neither lengthen the pause nor end it.
 
-A request may also make every engine fail. Nobody can tell from one fault, so faults are judged by three rules:
+A request may also make every engine fail. One fault does not show which is to blame, so three rules judge faults:
 
-* Faults of one sender do not open a circuit while the engine serves other senders. It takes the faults of as many
-  senders as the engine has lately served, `faults_max` at most.
-* A request that fails on a second engine, too, is at fault itself. Its fault is taken back from the first engine, and
-  its sender is suspect until one of its requests is answered. A request that is answered by a second engine proves the
-  first fault, so that `faults_max` proofs open the circuit whoever the senders are.
-* A suspect is not put on trial until one more pause has passed in which nobody else came. Suspects are requests that
-  have failed, and all requests of suspect senders; those whose faults opened the circuit are suspect, too. A suspect's
-  failure on trial does not lengthen the pause, and a suspect sender's faults do not count.
+* Faults of one sender do not open a circuit while the engine serves other senders. A circuit opens at the faults of as
+  many senders as the engine has lately served, `faults_max` at most.
+* A request that fails on a second engine, too, is at fault itself. The fault is taken back from the first engine, and
+  the sender is suspect until one of the sender's requests is answered. A request that a second engine answers proves
+  the first fault, so that `faults_max` proofs open the circuit whoever the senders are.
+* A suspect is not put on trial until one more pause has passed in which no other request came. Suspects are requests
+  that have failed, and all requests of suspect senders; the senders whose faults opened the circuit are suspect, too. A
+  suspect's failure on trial does not lengthen the pause, and a suspect sender's faults do not count.
 
-Where there is one engine and no keys, nothing tells ever new prompts that it fails from an engine that fails all.
+With one engine and no keys, a stream of distinct failing prompts cannot be told from a dead engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUSPECTS_MAX = 1024  # senders
 
 
 class Suspects:
-    """The SUSPECTS_MAX senders whose requests failed by their own fault last, and have not been answered since."""
+    """The last SUSPECTS_MAX senders whose requests were at fault, and have not been answered since."""
 
     def __init__(self) -> None:
         self._senders: OrderedDict[int, None] = OrderedDict()
@@ -51,7 +51,7 @@ class Suspects:
         return len(self._senders)
 
     def add(self, sender: int) -> None:
-        """sender : as in Request; 0: unknown, which is nobody's name"""
+        """Suspect a sender. sender : as in Request; 0: unknown, and not suspected"""
         if sender:
             self._senders[sender] = None
             self._senders.move_to_end(sender)
@@ -119,7 +119,7 @@ class Circuit:
         return self.open_until_s is None or (now_s >= self.open_until_s and self.trial is None)
 
     def refuses(self, batch: Suspicious, now_s: float) -> bool:
-        """Whether the batch would be on trial here, although it may be the cause of a fault."""
+        """Whether a suspect batch would be on trial here too early."""
         return now_s < self.suspects_from_s and batch.suspect
 
     def started(self, request_id: int) -> None:
@@ -127,7 +127,7 @@ class Circuit:
             self.trial = request_id
 
     def fault(self, request: Request, now_s: float, *, suspect: bool = False) -> None:
-        """Record that a request failed by the engine's fault. suspect : the fault may be the request's own"""
+        """Record that a request failed by the engine's fault. suspect : the request may be at fault"""
         if not suspect:
             self._faults[request.id] = request.sender
             if len(self._faults) > max(FAULTS_KEPT, 0 if self._faults_max == math.inf else self._faults_max):
@@ -151,8 +151,8 @@ class Circuit:
         return len(senders) + unknown >= min(self._faults_max, len(senders | served))
 
     def take_back(self, request_id: int, now_s: float) -> None:
-        """Record that a fault was the request's own. Closes the circuit if the other faults would not have opened it,
-        unless another request is on trial.
+        """Record that the request was at fault. Closes the circuit if the other faults would not have opened it, unless
+        another request is on trial.
         """
         if self._faults.pop(request_id, None) is None or self.open_until_s is None or self.trial is not None:
             return

@@ -1,19 +1,19 @@
-"""Fair shares: whose request is served next, by the tokens that each share has been served.
+"""Fair shares: which share is served next, by the tokens that each has been served.
 
-A share is whoever answers for the cost of requests: an API key, a stream, an address. Each has a virtual counter
-(VTC: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, Section 4): the weighted tokens of its
-requests over the share's weight. Of the shares that wait, the one with the smallest counter is served next.
+A share pays for requests: an API key, a stream, an address. Each share has a virtual counter (VTC: Sheng et al.,
+Fairness in Serving Large Language Models, OSDI 2024, Section 4): the weighted tokens of its requests over the share's
+weight. Of the waiting shares, the share with the smallest counter is served next.
 
     cost        PROMPT_WEIGHT * tokens of the prompt + ANSWER_WEIGHT * tokens of the answers
-    at a start  the request's forecast is charged, so that many starts at once are counted as what they will be
-    at the end  the charge is settled by the real length; a request that runs again is charged again
-    from idle   a share that begins to wait is lifted to the smallest counter of those that wait, or while none waits
-                to the counter of the last that did: nobody saves up service
-    prefixes    the share that was served last goes on, if its next prompt begins as the last one did, until it is ahead
-                by two such prompts: an engine computes the common beginning once (locality in the manner of DLPM:
-                Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025). So much is within VTC's bound.
-    elsewhere   what other schedulers have served a share is charged here, if the share waits here at that moment: only
-                who competes here can be ahead here
+    at a start  the request's forecast is charged, so that many starts at once count with their likely cost
+    at the end  the charge is trued up by the real length; a request that runs again is charged again
+    from idle   a share that begins to wait is lifted to the smallest counter of the waiting shares, or while no share
+                waits to the counter of the last that did: nobody saves up service
+    prefixes    the share that was served last is served again if its next prompt begins as the last one did, until the
+                share is ahead by two such prompts: an engine computes the common beginning once (locality in the manner
+                of DLPM: Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025). That is within VTC's bound.
+    elsewhere   service by other schedulers is charged here, if the share waits here at the time: a share that does not
+                compete here cannot be ahead here
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0  # as in the paper's experiments, after the prices of hosted models
-PREFIX_QUANTUM = 2.0  # prompts by which a share may be ahead that goes on for its prefix
-IDLE_SPARE = 256  # shares that are kept before those that cannot matter are dropped
+PREFIX_QUANTUM = 2.0  # prompts by which a share may be ahead that is served again for its prefix
+IDLE_SPARE = 256  # shares kept before the shares without effect are dropped
 
 
 class Costly(Protocol):
@@ -44,10 +44,14 @@ def cost(prompt_tokens: float, answer_tokens: float) -> float:
 
 
 class Share:
-    """served : its counter, weighted tokens over weight.  waiting : its requests that wait.  number : breaks ties
+    """A payer for requests, with its counter.
 
-    among : the shares with which it competes.  prefixes : of the prompt that was started last
-    given : weighted tokens charged here, which other schedulers have not been told
+    served    the counter: weighted tokens over the weight
+    waiting   number of waiting requests
+    number    breaks ties
+    among     the shares that compete
+    prefixes  of the prompt that was started last
+    given     weighted tokens charged here that have not been reported to other schedulers
     """
 
     __slots__ = ("among", "given", "name", "number", "prefixes", "served", "waiting", "weight")
@@ -58,7 +62,7 @@ class Share:
         self.prefixes: tuple[int, ...] = ()
 
     def wait(self) -> None:
-        """Count a request that waits from now on."""
+        """Count a request that begins to wait."""
         if self.waiting:
             self.waiting += 1
         else:
@@ -72,7 +76,7 @@ class Share:
             self.among.leave(self)
 
     def charge(self, tokens: float) -> None:
-        """Count service. tokens : weighted; negative when a charge was too high"""
+        """Charge service. tokens : weighted; negative after a charge that was too high"""
         self.given += tokens
         self.count_elsewhere(tokens)
 
@@ -84,7 +88,7 @@ class Share:
             self.served += tokens / self.weight
 
     def start(self, tokens: float, prefixes: tuple[int, ...]) -> None:
-        """Count the forecast service of a request that no longer waits, with the hashes of its prompt's prefixes."""
+        """Charge the forecast cost of a request that starts. prefixes : hashes of the prompt's prefixes"""
         among = self.among
         self.prefixes, among.last = prefixes, self
         self.given += tokens
@@ -98,7 +102,7 @@ class Share:
             among.leave(self)
 
     def goes_on(self, prompt_tokens: float, prefixes: tuple[int, ...]) -> bool:
-        """Whether the share, served last, is served again with such a prompt although another was served less."""
+        """Whether the share, served last, is served again with such a prompt although another share was served less."""
         if not prefixes or prefixes[0] not in self.prefixes:
             return False
         return (self.served - self.among.floor) * self.weight < PREFIX_QUANTUM * PROMPT_WEIGHT * prompt_tokens
@@ -118,15 +122,17 @@ class FairShares:
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
         self._numbers = 0
-        self._row: list[tuple[float, int, Share]] = []  # (served, number, share) of those that wait, ascending; of one
-        # alone, `served` may be out of date
-        self._drop_at = IDLE_SPARE  # number of shares at which those that cannot matter are looked for
+        self._row: list[
+            tuple[float, int, Share]
+        ] = []  # (served, number, share) of the waiting shares, ascending; while
+        # one share waits alone, `served` may be out of date
+        self._drop_at = IDLE_SPARE  # number of shares at which the shares without effect are dropped
         self.last: Share | None = None
         self.contended = False
         self._left_at = 0.0  # counter of the last share that ceased to wait
 
     def __iter__(self) -> Iterator[Share]:
-        """The shares that wait, the least served first. None may be served before the iteration has ended."""
+        """The waiting shares, the least served first. No share may be served before the iteration has ended."""
         return (share for *_, share in self._row)
 
     def of(self, name: str, weight: float) -> Share:
@@ -141,19 +147,19 @@ class FairShares:
         return share
 
     def counter_of(self, name: str) -> float:
-        """The counter of the share of this name, or the one it would have if it began to wait."""
+        """The counter of the share of this name as if the share waited."""
         share = self._shares.get(name)
         return self.floor if share is None else share.served if share.waiting else max(share.served, self.floor)
 
     def _drop_idle(self) -> None:
-        """Drop shares that would be lifted if they came back: nothing is lost with them."""
+        """Drop shares whose counters would be lifted at their return: nothing is lost."""
         floor = self.floor
         self._shares = {name: share for name, share in self._shares.items() if share.waiting or share.served > floor}
         self._drop_at = IDLE_SPARE + 2 * len(self._shares)
 
     @property
     def floor(self) -> float:
-        """The smallest counter of the shares that wait; without one, that of the last that did."""
+        """The smallest counter of the waiting shares; while no share waits, the counter of the last that did."""
         return self._row[0][2].served if self._row else self._left_at
 
     def enter(self, share: Share) -> None:
@@ -178,14 +184,19 @@ class FairShares:
         insort(self._row, (*share.place, share))
 
     def take_given(self) -> dict[str, float]:
-        """Weighted tokens that shares were served here, since the last call. What was charged too much is kept back."""
+        """Weighted tokens that shares were served here since the last call. An overcharge is deducted from later
+        service.
+        """
         given = {share.name: share.given for share in self._shares.values() if share.given > 0.0}
         for name in given:
             self._shares[name].given = 0.0
         return given
 
     def serve_elsewhere(self, tokens: Mapping[str, float]) -> None:
-        """Charge those that wait here with what other schedulers have served them. tokens : weighted, by share"""
+        """Add service received from other schedulers to the counters of shares waiting here.
+
+        tokens : weighted, by share
+        """
         for name, served in tokens.items():
             share = self._shares.get(name)
             if share is not None and share.waiting:
@@ -196,10 +207,10 @@ NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has ta
 
 
 def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int, least: int | None = None) -> Iterator[T]:
-    """Deal at most `count` requests: each time the next one of the share that would then be least served.
+    """Deal at most `count` requests: each time the next request of the share that would then be least served.
 
-    parts : the requests of each share, in its order.  least : after so many, deal requests only while their share would
-    be ahead of the first by no more than those have cost
+    parts : the requests of each share, in the share's order.  least : after so many requests, deal others only while
+    their share would be ahead of the first by no more than these requests have cost
     """
     heap = [(*share.place, share, requests) for share, requests in parts]
     heapq.heapify(heap)
@@ -212,9 +223,9 @@ def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int, least: int | N
         if request is None:
             heapq.heappop(heap)
             continue
-        dearer = request.cost / share.weight
-        heapq.heapreplace(heap, (served + dearer, number, share, requests))
+        cost_here = request.cost / share.weight
+        heapq.heapreplace(heap, (served + cost_here, number, share, requests))
         number_dealt += 1
         if least is not None and number_dealt <= least:
-            spent += dearer
+            spent += cost_here
         yield request

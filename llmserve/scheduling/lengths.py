@@ -1,4 +1,4 @@
-"""Lengths of recent answers with the scores that chose their bins: the lengths that each bin really holds."""
+"""Lengths of recent answers, with the scores that chose their bins: the real lengths of each bin."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
 
 
 class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was learnt of a model before the scheduler's start.
+    """A model's numbers from before the scheduler's start.
 
     scores, lengths  sample of scores, and the length of each one's answer; lengths () when they are not known
     service          seconds a token, tokens an answer, and the weight of both in answers (ServiceTime)
 
-    Whether predictions ranked answers is not kept: they were judged by forecasts of a time when less was learnt.
+    The trust in predictions is not kept: it was measured on forecasts from a time when less was learnt.
     """
 
     scores: tuple[float, ...] = ()
@@ -104,7 +104,7 @@ class BinTokens:
         self._answers += 1
 
     def forget(self) -> None:
-        """The bins hold other requests from now on."""
+        """Compute the tokens again at the next question: requests are assigned to bins differently from now on."""
         self._cache = []
 
     def of(self, bin_index: int, edges: Edges, bins: int) -> Tokens:

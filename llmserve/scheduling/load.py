@@ -1,4 +1,4 @@
-"""The load of one model, for orders that follow it: how long requests wait, and how long they will take."""
+"""The load of one model, for orders that follow the load: how long requests wait, and how long they will take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.rates import ServiceTime
 
-FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stand for themselves and prompts are free
+FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stay as they are and prompts are free
 CERTAIN = 3.0  # standard errors
 TAIL_CHANGES = 1.25  # factor by which the wait's tail has changed when requests are sorted by it again
-SPREAD_LEAST = 1e-9  # relative spread of prompts, and variance of log forecasts; with less, all count as equal
+SPREAD_LEAST = 1e-9  # relative spread of prompts, and variance of log forecasts; below this, all count as equal
 
 
 class Moments:
@@ -49,7 +49,7 @@ class Moments:
 
 
 class Calibration:
-    """What forecasts mean: they may be too long or too short, and too extreme.
+    """The mean lengths of answers, by forecast: forecasts may be too long or too short, and too extreme.
 
     Answers' log lengths y are regressed on their log forecasts x, by least squares: errors that are independent of the
     length make forecasts extreme, and the slope is then below 1. A factor gives the corrected forecasts the mean of the
@@ -151,9 +151,9 @@ class WaitTail:
 
 
 class Load:
-    """What an order that follows the load knows of one model, and tells the model's waiting requests.
+    """The load of one model, from which an order gets the sort keys of waiting requests.
 
-    waits        the tail of their wait
+    waits        the tail of the wait
     calibration  what forecasts mean
     prompts      time of prompts
     work_us      likely microseconds of a slot of all waiting requests; whole, so that it returns to exactly zero
@@ -164,14 +164,14 @@ class Load:
         self.work_us = sum([queued.work_us for queued in waiting])
 
     def tell(self, requests: Iterable[QueuedRequest]) -> None:
-        """Give requests what their turns go by."""
+        """Give requests the inputs of their sort keys."""
         for queued in requests:
             queued.decay_s = self.waits.decay_s
 
     def arrive(
         self, queued: QueuedRequest, forecast: float | None, service: ServiceTime, ahead: int, slots: int
     ) -> bool:
-        """Take a new request, before it is counted. True when the wait's tail changed.
+        """Learn from a new request, before it is counted. True when the tail of the wait changed.
 
         forecast : tokens; None without one.  service : times of answers, with those of their prompts
         ahead : requests that wait in engines.  slots : of the model

@@ -1,4 +1,4 @@
-"""When a new plan is wanted, and for which load.
+"""When a new dispatch plan is wanted, and for which load.
 
 The scheduler solves no plan itself. It asks for a plan (`SolveDispatch`), follows the old plan meanwhile, and gets the
 new plan as an event (`DispatchSolved`). So a journal contains every plan, and a replay needs no profile.
@@ -23,7 +23,7 @@ ARRIVALS_LEAST = 8  # with fewer arrivals the rate counts as unknown (0)
 
 
 class Planner:
-    """bins: number of bins.  rate_factor: a new plan is wanted when the rate has changed by more than this factor."""
+    """Asks for plans of one model. bins : number.  rate_factor : change of the rate after which a new plan is wanted"""
 
     def __init__(self, bins: int, lengths: SeenLengths, arrivals: Arrivals, *, rate_factor: float) -> None:
         self._bins = bins

@@ -3,8 +3,8 @@
 `size` decides for one bin; `due_at_s` says when the decision may change without an event. If several bins would release
 a batch for the same engine, the bin of the greatest urgency does.
 
-Some releases use batch times, or a policy for the present load: they follow a plan (bins/dispatch.py), which the
-scheduler asks for as loads and lengths change. Before the first plan these releases are greedy.
+Some releases use batch times, or a policy for the present load. These releases follow a plan (bins/dispatch.py), which
+the scheduler asks for as loads and lengths change, and are greedy before the first plan.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Release(Protocol):
         ...
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
-        """When `size` must be asked again if no event comes before; None: only after an event, such as an engine that
-        becomes free.
+        """When to ask `size` again if no event comes before; None: only after an event, such as an engine that becomes
+        free.
         """
         ...
 

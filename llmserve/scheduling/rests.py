@@ -1,9 +1,9 @@
-"""Engines that have refused a request of a model (429, 503, the model is not there) rest from it for a while.
+"""Rests of engines: an engine that has refused a request of a model (429, 503, no such model) gets none for a while.
 
-A rest lasts as long as the engine asks, RESTS_S_MAX at most; without a wish as long as the first pause of a circuit,
-and twice as long each time that the engine refuses again. An answer ends it: the next rest begins small. A rest counts
-only while another engine of the model works and does not rest, so that the refusals of all engines, or of the only one,
-hold nobody back: each request then hears them itself.
+A rest lasts as long as the engine asks, RESTS_S_MAX at most; without a Retry-After as long as the first pause of a
+circuit, and twice as long after each further refusal. An answer resets the length of the next rest. A rest counts only
+while another engine of the model works and does not rest. So if all engines refuse, or the only one does, no request is
+held back: each request gets the refusal itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ RESTS_S_MAX = 60.0
 
 
 class Rest:
-    """began_s : the first refusal of the rest.  until_s : its end.  pause_s : its length if the engine asks for none"""
+    """A rest from one model.
+
+    began_s : the first refusal.  until_s : the end.  pause_s : the length if the engine asks for none
+    """
 
     __slots__ = ("began_s", "pause_s", "until_s")
 
@@ -26,7 +29,7 @@ class Rest:
 
 
 class Rests:
-    """The rests of one engine, by model. first_s : the first without a wish"""
+    """The rests of one engine, by model. first_s : length of the first rest if the engine asks for none"""
 
     __slots__ = ("_by_model", "_first_s")
 
@@ -54,7 +57,7 @@ class Rests:
             rest.until_s = max(rest.until_s, now_s + min(rest.pause_s, RESTS_S_MAX))
 
     def answered(self, model: str, started_at_s: float) -> None:
-        """Record an answer to a request. One that was sent before the rest began says nothing about it."""
+        """Record an answer to a request. A request sent before the rest began says nothing about the rest."""
         rest = self._by_model.get(model)
         if rest is not None and started_at_s > rest.began_s:
             del self._by_model[model]

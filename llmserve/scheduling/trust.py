@@ -1,6 +1,6 @@
 """Whether predictions rank answers, judged by the answers of a sliding window.
 
-Bins help when their score (risk or median) ranks answers correctly; its scale does not matter. So trust goes by
+Bins help when the score (risk or median) ranks answers correctly; the scale does not matter. So trust goes by
 Spearman's rank correlation r of the score with real lengths. Without any relation, r has mean 0 and standard deviation
 1/sqrt(n - 1): below LOST standard deviations one bin serves, for the ranking is useless; from FOUND on, bins return.
 """

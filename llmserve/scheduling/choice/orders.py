@@ -45,11 +45,11 @@ class Candidate:
     batch_s  seconds of batches of 1, 2, ... requests of `queue` on the engine
     most     largest size of the batch
     waiting  requests that the batch could be made of, including `running`
-    shorter  the model's bins of shorter answers, the longest first: their requests end earlier, so they only cost the
-             batch a place each
-    running  requests of these bins that the engine runs now; they would run again in a batch that preempts them
+    shorter  the model's bins of shorter answers, the longest first. Their requests end earlier, so each costs the batch
+             one place only
+    running  requests of these bins that the engine runs now, which would run again in a preempting batch
     batch    the formed batch; None: the batch has yet to be formed
-    share    the share whose requests must be in the batch; None: any.  held : how many of them it must be able to hold
+    share    the share whose requests must be in the batch; None: any.  held : how many requests of the share must fit
 
     Set when the order composes the batch:
     count    requests in the batch, including `running`
@@ -143,9 +143,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """key   key of a formed batch; a returned batch keeps its number
-    turn  key of a request that is in no batch yet; a window holds the requests of the smallest
-    follows_load  whether both go by what scheduling/load.py tells requests: they are sorted again as that changes
+    """An order whose keys are fixed when a batch forms.
+
+    key           key of a formed batch; a returned batch keeps its number
+    turn          key of a request that is in no batch yet; a window holds the requests with the smallest turns
+    follows_load  whether both use the load (scheduling/load.py): requests are sorted again as the load changes
     """
 
     by_times: ClassVar[bool] = False  # see MomentOrder
@@ -175,8 +177,8 @@ def edf(batch: FormedBatch) -> float:
 
 
 def due_at_s(queued: QueuedRequest) -> float:
-    """The deadline. A request without one counts as due UNDATED_S after its arrival, so that a stream of requests with
-    deadlines does not starve it; it never fails for being late.
+    """The deadline. A request without a deadline never fails for being late, but counts as due UNDATED_S after the
+    arrival, so that a stream of requests with deadlines does not starve the request.
     """
     deadline_s = queued.request.deadline_s
     return queued.arrived_at_s + UNDATED_S if deadline_s is None else deadline_s
@@ -210,7 +212,7 @@ def turn(patience: float) -> Callable[[QueuedRequest], float]:
 
 
 def shortest(patience: float) -> Callable[[FormedBatch], float]:
-    """The mean turn of a batch's requests. It can be fixed when the batch forms, for all batches age alike."""
+    """The mean turn of a batch's requests. All batches age alike, so the mean can be fixed when the batch forms."""
     return mean_turn(turn(patience))
 
 

@@ -66,7 +66,7 @@ class SpareChoice(Choice):
         if reserve is None or queues.model in self._items.starved:
             return engines
         online, items = self._admission.held(self._group, queues)
-        most = reserve.lines_most(self._now_s, online, queues.all_slots, self._items.item_s(queues))
+        most = reserve.items_most(self._now_s, online, queues.all_slots, self._items.item_s(queues))
         return [engine for engine in engines if items + (engine.info.slots if engine.info.barrier else 1) <= most]
 
     def _start_of(self, queues: ModelQueues, engines: Sequence[EngineState], row: Row) -> Start | None:

@@ -1,4 +1,4 @@
-"""A queue by deadline, and the batches of it that can be in time (Shepherd, Section 5.2 and Appendix C).
+"""A bin by deadline, and the batches that can be in time (Shepherd, Section 5.2 and Appendix C).
 
     d_r   deadline of a request r
     T(b)  seconds of a batch of b, non-decreasing in b
@@ -23,9 +23,9 @@ ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
 
 class DeadlineQueue(BinQueue):
     """Requests by deadline, the earliest first; requests without a deadline come last, in order of arrival. Requests
-    may start in any order: each one's own deadline decides whether a batch can hold it.
+    may start in any order: a batch can hold each request whose own deadline it meets.
 
-    whole : the queue of which this one is the part of a share; None: of none
+    whole : the queue of all shares, if this queue is the part of one share; None: it is not a part
     """
 
     by_deadline = True
@@ -46,7 +46,7 @@ class DeadlineQueue(BinQueue):
     def take_at(self, start: int, count: int) -> list[QueuedRequest]:
         """Take at most `count` requests by deadline, from the place `start` on.
 
-        Where several shares wait, the requests from that place on are dealt between them: their deadlines are later.
+        Where several shares wait, the requests from the place on, whose deadlines are later, are dealt between them.
         """
         if self.parts and start < len(self._row):
             deadline_s = self._row[start][0]
@@ -63,7 +63,7 @@ class DeadlineQueue(BinQueue):
         return [self.requests.pop(request_id) for request_id in ids]
 
     def from_deadline(self, deadline_s: float) -> Iterator[QueuedRequest]:
-        """The requests whose deadline is `deadline_s` or later, by deadline. The queue must not change meanwhile."""
+        """Requests due at `deadline_s` or later, by deadline. The queue must not change during the iteration."""
         for place in range(self.first_at(deadline_s), len(self._row)):
             yield self.at(place)
 
@@ -76,7 +76,7 @@ class DeadlineQueue(BinQueue):
             yield share, part
 
     def of_share(self, share: Share) -> DeadlineQueue | None:
-        """The requests of the share; None: none waits here."""
+        """The requests of the share; None: the share has none here."""
         return next((part for other, part in self.by_share() if other is share), None)
 
     # ---- requests that can be in time ----
@@ -144,7 +144,7 @@ def largest_feasible(
 
 
 def around_first(queue: DeadlineQueue, now_s: float, batch_s: Sequence[float], most: int) -> tuple[int, int]:
-    """(place, size) of the largest batch that meets the earliest deadline that can still be met; (0, 0): none can."""
+    """(place, size) of the largest batch that meets the earliest deadline still possible; (0, 0): no deadline is."""
     first = queue.first_at(now_s + batch_s[0])
     if first == len(queue):
         return 0, 0

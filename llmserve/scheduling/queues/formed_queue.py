@@ -13,11 +13,11 @@ from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, Entry, FormedBatch
 class FormedQueue:
     """A model's formed batches, by the order's key; without such a key, by number.
 
-    Each share has a sub-queue of the batches whose least served share it is (scheduling/fair.py). Push and pop cost
-    O(log batches), removal of a request O(1). Returned batches, which an engine has failed, refused or lost, are few.
-    They wait apart, because each may have to wait for another engine. Large batches, whose first request needs more than
-    its fair share of a memory, have sub-queues of their own once others may pass: only the first batch of each sub-queue
-    is looked at, however many wait.
+    A batch waits in the sub-queue of its least served share (scheduling/fair.py). Push and pop cost O(log batches),
+    removal of a request O(1). Returned batches, which an engine has failed, refused or lost, are few. They wait apart,
+    because each may have to wait for another engine. Large batches, whose first request needs more than a fair share of
+    a memory, have sub-queues of their own once others may pass: only the first batch of each sub-queue is looked at,
+    however many wait.
 
     only : the sub-queue, while one share's batches wait, and none is returned or large; else []
     """

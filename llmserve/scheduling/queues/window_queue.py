@@ -16,13 +16,12 @@ class WindowQueue(BinQueue):
     """A queue whose batches are neighbours by length, without bin edges.
 
     The window holds the first `window` waiting requests by turn. Among all runs of b neighbours by length that hold the
-    request whose turn is next, the run of least waste is taken: b times the longest length, less the sum of the
-    lengths. Another run goes before if it is of much more use, and of the run only the shortest requests are taken if
-    that makes the mean latency shorter (bins/cutting.py). So with turns by arrival, no request in the window is passed
-    over by more than `window` whole runs, and usually by about `window` / b, and before each of them by others that
-    take no longer than that run. With other turns, requests of earlier turns also come first, as in any queue. Where
-    several shares wait, the window is dealt between them, and the next request is of the share that has been served
-    least.
+    first request by turn, the run of least waste is taken: b times the longest length, less the sum of the lengths.
+    Another run goes before if it is of much more use, and of the run only the shortest requests are taken if the mean
+    latency becomes shorter (bins/cutting.py). So with turns by arrival, no request in the window is passed over by more
+    than `window` whole runs, and usually by about `window` / b, and before each of these by other runs that take no
+    longer. With other turns, requests of earlier turns also come first, as in any queue. Where several shares wait, the
+    window is dealt between them, and the next request belongs to the share that has been served least.
 
     turn : the order's key of a request; the request of the smallest key is next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b of at least 2 b,
@@ -43,7 +42,7 @@ class WindowQueue(BinQueue):
     def append(self, queued: QueuedRequest) -> None:
         super().append(queued)
         self._sort_in(queued)
-        if (arrival := turn_of_arrival(queued)) > self._newest:  # not one that comes back
+        if (arrival := turn_of_arrival(queued)) > self._newest:  # not a request that comes back
             self._newest = arrival
             self._cutting.arrived()
 
@@ -51,7 +50,7 @@ class WindowQueue(BinQueue):
         return WindowQueue(self.index, self.window, self._turn)
 
     def in_turn(self) -> Iterator[QueuedRequest]:
-        """The requests of the window by turn: more are never dealt."""
+        """The requests of the window by turn: no others are dealt."""
         return (self.requests[request_id] for _, request_id in self._by_turn)
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
@@ -141,7 +140,8 @@ class WindowQueue(BinQueue):
     def _next_dealt(self, count: int) -> QueuedRequest:
         """Deal the window between the shares. Returns the first request of the share that has been served least.
 
-        count : size of the batch: no share gets further ahead than a batch costs, while enough others wait to fill it
+        count : size of the batch. While enough other requests wait for a batch, no share gets further ahead than the
+        cost of a batch
         """
         parts = ((share, part.in_turn()) for share, part in self.parts.items())
         window = {queued.request.id: queued for queued in dealt(parts, self.window, count)}

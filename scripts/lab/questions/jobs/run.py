@@ -36,7 +36,7 @@ BARRIER_BATCH = 8
 
 
 def without_reserve(workload: Workload) -> Outcome:
-    with patch.object(Reserve, "lines_most", lambda reserve, now_s, wanted, slots, line_s: slots):
+    with patch.object(Reserve, "items_most", lambda reserve, now_s, wanted, slots, item_s: slots):
         return under_scheduler(workload, settings={"line_stops": 0.0})
 
 
