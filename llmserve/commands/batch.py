@@ -17,17 +17,15 @@ import contextlib
 import logging
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
-from llmserve.commands import serve
+from llmserve.commands import asking, serve
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.jobs.run.local_file import read_input
 from llmserve.settings import load as configuration
@@ -37,7 +35,6 @@ from llmserve.tenants.key_file import read_keys
 if TYPE_CHECKING:
     from llmserve.live.cluster import LiveCluster
 
-ANSWER_S = 10.0
 PLAIN_EVERY_S = 10.0  # between lines of progress without a terminal
 MODELS_SHOWN = 5
 COLUMNS = ("batch", "status", "window", "done", "failed", "lines")  # of a list of batches
@@ -209,22 +206,5 @@ def show_all(args: argparse.Namespace) -> int:
 
 def ask(args: argparse.Namespace, path: str, method: str = "GET") -> bytes:
     """The body of the server's answer. Raises ConfigError for a bad URL or key, and NoAnswer."""
-    if urlsplit(args.url).scheme not in ("http", "https"):
-        raise ConfigError(f"the URL of the server must begin with http:// or https://, not {args.url!r}")
-    headers = {}
-    if args.key_file is not None:
-        headers["authorization"] = f"Bearer {next(iter(read_keys(args.key_file).values()))}"
-    address = args.url.rstrip("/").removesuffix("/v1") + path
-    request = urllib.request.Request(address, headers=headers, method=method)
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(request, timeout=ANSWER_S) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise ConfigError(f"{args.url} refuses the key: give --key-file FILE") from error
-        raise NoAnswer(
-            f"{address} answers with status {error.code}: {error.read(1000).decode(errors='replace')}"
-        ) from error
-    except (OSError, ValueError) as error:  # a URLError is an OSError
-        raise NoAnswer(f"{args.url} does not answer: {getattr(error, 'reason', error)}") from error
+    key = next(iter(read_keys(args.key_file).values())) if args.key_file is not None else None
+    return asking.ask(args.url, path, key, {401: "refuses the key: give --key-file FILE"}, method)

@@ -27,19 +27,20 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import msgspec
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -47,6 +48,7 @@ from rich.table import Table
 
 from llmserve.demo import demo_corpus
 from llmserve.engines.process import EngineProcess
+from llmserve.http.client import HttpClient
 from llmserve.runtime.extras import need_embedded, need_plot
 from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
@@ -145,48 +147,55 @@ async def front_end(
     process = EngineProcess(arrangement.name, command, start_s=120)
     await process.start()
     try:
-        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            while not await is_ready(session, process.url):  # noqa: ASYNC110
+        async with client_of(process.url) as client, asyncio.timeout(60):
+            while (await client.answer("GET", "/ready")).status != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         yield process.url
     finally:
         await process.stop()
 
 
-async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    async with session.get(f"{url}/ready") as response:
-        return response.status == 200
+def client_of(url: str) -> HttpClient:
+    """A client that waits for answers for as long as they take."""
+    return HttpClient(url, connect_s=60.0, idle_s=math.inf, answer_s=math.inf, headers_kept=[BATCH_HEADER.encode()])
+
+
+async def chat(
+    client: HttpClient, fields: Mapping[str, Any], headers: Mapping[str, str]
+) -> tuple[dict[str, Any], Mapping[bytes, bytes]]:
+    """The answer to a chat with the demo model, and its headers."""
+    body = msgspec.json.encode({"model": MODEL, "temperature": 0, **fields})
+    headers = {"content-type": "application/json", **headers}
+    answer = await client.answer("POST", "/v1/chat/completions", headers, body)
+    assert answer.status == 200, answer.body
+    return msgspec.json.decode(answer.body), answer.headers
 
 
 async def run(url: str, prompts: list[str], oracle: list[int] | None) -> BenchRun:
     """Send all prompts at once. oracle: lengths to send as the client's predictions."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        before_j = await joules(session, url)
+    async with client_of(url) as client:
+        before_j = await joules(client)
         began_s = time.perf_counter()
 
         async def complete(index: int) -> tuple[int, str, float]:
-            body = {"model": MODEL, "messages": [{"role": "user", "content": prompts[index]}], "temperature": 0}
+            messages = [{"role": "user", "content": prompts[index]}]
             headers = {"x-llmserve-predicted-tokens": str(oracle[index])} if oracle else {}
-            async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
-                answer = await response.json()
-                assert response.status == 200, answer
-                tokens = answer["usage"]["completion_tokens"]
-                batch = response.headers.get("x-llmserve-batch", f"alone {index}")
-                return tokens, batch, time.perf_counter() - began_s
+            answer, told = await chat(client, {"messages": messages}, headers)
+            batch = told.get(BATCH_HEADER.encode(), b"alone %d" % index).decode("latin-1")
+            return answer["usage"]["completion_tokens"], batch, time.perf_counter() - began_s
 
         results = await asyncio.gather(*(complete(index) for index in range(len(prompts))))
         seconds = time.perf_counter() - began_s
-        after_j = await joules(session, url)
+        after_j = await joules(client)
     lengths, batches, latencies_s = zip(*results, strict=True)
     used_j = {source: after_j[source] - before_j[source] for source in before_j}
     return BenchRun(seconds, list(lengths), list(batches), list(latencies_s), used_j)
 
 
-async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def joules(client: HttpClient) -> dict[str, float]:
     """Return the value of the server's energy counter by source; {} without a counter."""
-    async with session.get(f"{url}/metrics") as response:
-        text = await response.text() if response.status == 200 else ""
+    answer = await client.answer("GET", "/metrics")
+    text = answer.body.decode() if answer.status == 200 else ""
     return {
         sample.labels["source"]: sample.value
         for family in text_string_to_metric_families(text)
@@ -203,15 +212,13 @@ async def batch_cost(
     lengths : tokens of the measured batches
     """
     seconds: dict[int, list[float]] = {length: [] for length in lengths}
-    async with aiohttp.ClientSession() as session:
+    async with client_of(engine_url) as client:
 
         async def complete(length: int, batch: str) -> None:
-            body = {"model": MODEL, "messages": [{"role": "user", "content": "Count from 1 to 9."}]}
-            fixed = {**body, "max_tokens": length, "ignore_eos": True, "temperature": 0}
-            headers = {BATCH_HEADER: batch, BATCH_SIZE_HEADER: str(batch_size)}
-            async with session.post(f"{engine_url}/v1/chat/completions", json=fixed, headers=headers) as response:
-                answer = await response.json()
-                assert answer["usage"]["completion_tokens"] == length, answer
+            messages = [{"role": "user", "content": "Count from 1 to 9."}]
+            fields = {"messages": messages, "max_tokens": length, "ignore_eos": True}
+            answer, _ = await chat(client, fields, {BATCH_HEADER: batch, BATCH_SIZE_HEADER: str(batch_size)})
+            assert answer["usage"]["completion_tokens"] == length, answer
 
         for number, length in itertools.product(range(rounds), lengths):
             began_s = time.perf_counter()

@@ -110,7 +110,7 @@ def of_server(url: str, key_file: Path | None, seconds: float) -> list[Finding]:
 
 def scraped(url: str, key: str | None) -> Scrape:
     """One reading of /metrics. Raises ConfigError for a bad URL or key, and NoAnswer."""
-    body = asking.get(url, "/metrics", key, {401: NEEDS_KEY})
+    body = asking.ask(url, "/metrics", key, {401: NEEDS_KEY})
     try:
         return Scrape(body.decode())
     except ValueError as error:

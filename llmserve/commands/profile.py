@@ -32,7 +32,6 @@ from datetime import date
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -43,6 +42,7 @@ from llmserve.engines.engine import EngineError
 from llmserve.engines.measuring import MeasuringPlan, OnBatch, measure
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import CannotMeasure
+from llmserve.http.connecting import HttpError
 from llmserve.live import journal
 from llmserve.runtime.extras import need_plot
 from llmserve.simulation.observed import observations
@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         profile.save(args.output)
         if args.plot:
             draw(profile, args.plot)
-    except (EngineError, ValueError, OSError, aiohttp.ClientError) as error:
+    except (EngineError, ValueError, OSError, HttpError) as error:
         raise CannotMeasure(str(error) or type(error).__name__) from error
     print_table(profile, Console())
     if profile.misfit:

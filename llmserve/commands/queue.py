@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    body = asking.get(args.url, "/admin/queue", next(iter(read_keys(args.admin_key_file).values())), REFUSALS)
+    body = asking.ask(args.url, "/admin/queue", next(iter(read_keys(args.admin_key_file).values())), REFUSALS)
     if args.json:
         print(body.decode())
         return 0

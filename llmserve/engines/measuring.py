@@ -9,16 +9,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-import aiohttp
+import msgspec
 
 from bins.fitting import Observation
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import CannotMeasure
+from llmserve.http.client import HttpClient
 from llmserve.request import EngineInfo
 from llmserve.wire.event_stream import Usage, usage_of
 from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
+CONNECT_S = 60.0
 SAMPLE_S = 0.05  # interval between readings of the GPUs
 ANSWER_S_MAX = 900.0  # time limit of a batch
 
@@ -48,9 +50,8 @@ async def first_model(url: str) -> str:
 class Client:
     """Sends batches of completions to one engine."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
-        self._session = session
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+    def __init__(self, http: HttpClient, model: str, seed: int) -> None:
+        self._http = http
         self._model = model
         self._prompts = random.Random(seed)
         self._batches = 0
@@ -76,12 +77,12 @@ class Client:
         fields = {"model": self._model, "prompt": self._prompt(), "max_tokens": tokens, "temperature": 0}
         if self._forces_lengths:
             fields |= {"min_tokens": tokens, "ignore_eos": True}
-        async with self._session.post(self._url, json=fields, headers=headers) as response:
-            body = await response.read()
-        if response.status != 200:
-            kind = Refused if 400 <= response.status < 500 else CannotMeasure
-            raise kind(f"the engine answers {response.status}: {body[:300].decode(errors='replace')}")
-        counted = (usage_of(body) or Usage()).completion_tokens
+        headers = {"content-type": "application/json", **headers}
+        answer = await self._http.answer("POST", "/v1/completions", headers, msgspec.json.encode(fields))
+        if answer.status != 200:
+            kind = Refused if 400 <= answer.status < 500 else CannotMeasure
+            raise kind(f"the engine answers {answer.status}: {answer.body[:300].decode(errors='replace')}")
+        counted = (usage_of(answer.body) or Usage()).completion_tokens
         if not counted and not self._forces_lengths:
             raise CannotMeasure("the engine neither returns usage.completion_tokens nor accepts min_tokens")
         return float(counted or tokens)
@@ -130,14 +131,14 @@ async def measure(
     """Run a plan's batches, after an unmeasured warm-up batch of the largest size.
 
     model : None: the engine's first model.  idle_s : seconds over which idle power is measured; 0: not measured.
-    Raises CannotMeasure, EngineError, or an aiohttp.ClientError when the engine cannot be reached.
+    Raises CannotMeasure, EngineError, HttpError when the engine does not answer, or ValueError for a wrong URL.
     """
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, sampling(energy):
+    base = url.rstrip("/").removesuffix("/v1")
+    client_of_engine = HttpClient(base, connect_s=CONNECT_S, idle_s=ANSWER_S_MAX, answer_s=ANSWER_S_MAX)
+    async with client_of_engine as http, sampling(energy):
         idle_w = await idle_power_w(energy, idle_s) if energy is not None and idle_s > 0 else None
         model = model or await first_model(url)
-        client = Client(session, url, model, plan.seed)
+        client = Client(http, model, plan.seed)
         await client.learn(min(plan.lengths))
         await client.batch(max(plan.sizes), plan.output_tokens)
         observations: list[Observation] = []

@@ -25,7 +25,7 @@ from llmserve.request import Batch, Call, EngineInfo
 from llmserve.wire import error_objects
 from llmserve.wire.error_objects import KEY_STATUSES, ErrorObject, Verdict
 from llmserve.wire.event_stream import Count
-from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER, PASSED_HEADERS
+from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER, KEPT_HEADERS, PASSED_HEADERS
 from llmserve.wire.lenient_json import SCANNED_BYTES_MAX, read
 
 log = logging.getLogger("llmserve")
@@ -248,11 +248,22 @@ class OpenAIEngine:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         times = self._timeouts
-        self._client = HttpClient(self.url, connect_s=times.connect_s, idle_s=times.idle_s, answer_s=times.answer_s)
+        self._client = HttpClient(
+            self.url,
+            connect_s=times.connect_s,
+            idle_s=times.idle_s,
+            answer_s=times.answer_s,
+            headers_kept=KEPT_HEADERS,
+        )
         probe_s = times.probe_s
         # The first requests of all need no look at the server's name, which would shuffle them: a probe had that.
         self._probes = HttpClient(
-            self.url, connect_s=times.connect_s, idle_s=probe_s, answer_s=probe_s, beside=self._client
+            self.url,
+            connect_s=times.connect_s,
+            idle_s=probe_s,
+            answer_s=probe_s,
+            beside=self._client,
+            headers_kept=KEPT_HEADERS,
         )
         self._openings: dict[str, bytes] = {}
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Self, cast
 from urllib.parse import quote, urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
 from llmserve.http.connecting import Connector, HttpError, printable
-from llmserve.wire.headers import KEPT_HEADERS
 
 HEAD_BYTES_MAX = 64 << 10
 BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the connection is not read
@@ -25,6 +25,18 @@ KEPT_S = 4.0  # an idle connection; uvicorn, and so vLLM, closes idle connection
 DRAINED_S = 1.0  # the end of an answer that its reader does not need is waited for, to keep the connection
 STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon after a request
 PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
+WHOLE_BYTES_MAX = 256 << 20  # of an answer that is read as a whole
+FRAMING = frozenset((b"content-length", b"transfer-encoding"))
+COMMON_HEADERS = frozenset((b"content-type", b"location", b"retry-after"))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """headers : those that the client keeps, by lower-case name"""
+
+    status: int
+    headers: Mapping[bytes, bytes]
+    body: bytes
 
 
 class Response:
@@ -33,7 +45,7 @@ class Response:
     data      the whole request
     idle_s    longest silence
     on_change called when something has arrived, and when the answer has ended or failed; never after `close`
-    headers   the few that this project reads, by lower-case name; the values of a repeated header are joined by commas
+    headers   those that the client keeps, by lower-case name; the values of a repeated header are joined by commas
     complete  the whole body has arrived; parts of it may wait to be taken
     error     why nothing more arrives
     """
@@ -344,7 +356,7 @@ class _Connection(asyncio.Protocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             raise _Unwanted(f"a head of more than {HEAD_BYTES_MAX:,} bytes")
         response, name = self._response, name.lower()
-        if name in KEPT_HEADERS and response is not None and not response.status:  # no trailer
+        if name in self._client.headers_kept and response is not None and not response.status:  # no trailer
             headers = response.headers
             headers[name] = headers[name] + b", " + value if name in headers else value
 
@@ -394,17 +406,26 @@ class HttpClient:
 
     connect_s, idle_s, answer_s  longest connecting, longest silence in an answer, and longest time of a whole answer
     beside  another client of the server, with which this one shares the server's addresses
+    headers_kept  names of an answer's headers, in lower case; the others are not kept
     Raises ValueError for a URL that is not http or https.
     """
 
     def __init__(
-        self, url: str, *, connect_s: float, idle_s: float, answer_s: float, beside: HttpClient | None = None
+        self,
+        url: str,
+        *,
+        connect_s: float,
+        idle_s: float,
+        answer_s: float,
+        beside: HttpClient | None = None,
+        headers_kept: Collection[bytes] = COMMON_HEADERS,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL of http or https")
         self.idle_s = idle_s
         self.answer_s = answer_s
+        self.headers_kept = FRAMING.union(headers_kept)
         self.heard_s = -math.inf  # on the event loop's clock, when bytes of a good answer came that are no comment
         self.connections: set[_Connection] = set()
         tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -417,7 +438,7 @@ class HttpClient:
             self._authority += f":{parts.port}"
         self._idle: list[_Connection] = []
 
-    def opening(self, method: str, path: str, headers: dict[str, str]) -> bytes:
+    def opening(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
         """The first lines of a request, for `request`; further headers may be appended."""
         lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._authority}", "accept-encoding: identity"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -450,6 +471,22 @@ class HttpClient:
         response = self.ask(opening, body, None, fresh=fresh)
         await response.head()
         return response
+
+    async def answer(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
+    ) -> WholeAnswer:
+        """Send a request, and wait for the whole answer. Raises HttpError."""
+        response = await self.request(self.opening(method, path, headers or {}), body)
+        try:
+            return WholeAnswer(response.status, response.headers, await response.read(WHOLE_BYTES_MAX))
+        finally:
+            response.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         for connection in list(self.connections):

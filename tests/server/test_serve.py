@@ -319,8 +319,9 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
     assert loaded(modules, ["torch", "transformers", "onnxruntime", "vllm", "ray"]) == []
 
 
-def test_the_server_reaches_its_engines_without_aiohttp() -> None:
+def test_the_server_and_the_commands_are_clients_without_aiohttp() -> None:
     modules = ["llmserve.server.serving", "llmserve.engines.kinds", "llmserve.live.driver"]
+    modules += [f"llmserve.commands.{command}" for command in ("bench", "batch", "doctor", "profile", "queue")]
     assert loaded(modules, ["aiohttp"]) == []
 
 
