@@ -73,7 +73,7 @@ def _service(server: Server) -> AbstractAsyncContextManager[JobService]:
     from llmserve.jobs.store.batches import BatchLimits
     from llmserve.jobs.store.files import FileLimits
     from llmserve.jobs.store.sqlite import sqlite_url
-    from llmserve.jobs.submission import LineDoor
+    from llmserve.jobs.submission import BatchSubmitter
 
     config, jobs, state = server.config, server.config.jobs, server.config.server.state
     home = Path(state).expanduser() if state is not None else Path()
@@ -82,7 +82,7 @@ def _service(server: Server) -> AbstractAsyncContextManager[JobService]:
     return opened(
         jobs.store or sqlite_url(home / FILE),
         Path(jobs.store_folder) if jobs.store_folder is not None else home / FOLDER,
-        LineDoor(server.get(LiveCluster), key_limits, limits_of(config.limits), fair=fair),
+        BatchSubmitter(server.get(LiveCluster), key_limits, limits_of(config.limits), fair=fair),
         days=jobs.batch_days,
         limits=FileLimits(jobs.batch_files_max, jobs.batch_bytes_max),
         batch_limits=BatchLimits(jobs.batch_active_max, jobs.batch_active_total_max),

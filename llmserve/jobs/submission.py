@@ -1,4 +1,4 @@
-"""The door of batch jobs: a line becomes a request of its key that takes what online requests leave."""
+"""Submits batch items: a line of a file becomes a request of its key, and takes what online requests leave."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 CLOCK_S = 1.0  # a change of the time of day that counts
 
 
-class LineDoor:
-    """Submits lines to the cluster. Only budgets limit them, not what a key may send in a minute."""
+class BatchSubmitter:
+    """Submits batch items to the cluster. Budgets limit them; limits by the minute do not."""
 
     def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, limits: BodyLimits, *, fair: bool) -> None:
         """limits : of a line's body.  fair : whether requests have shares"""
@@ -61,7 +61,7 @@ class LineDoor:
         return self._cluster.estimator.tokens_per_s(line)
 
     async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
-        """What these lines will take, by what the server knows of prompts, answers, prices and energy."""
+        """Estimate what requests will take, from learned lengths, prices, and the energy of past answers."""
         usage = self._key_limits.usage
         joules_per_token = cache(usage.joules_per_token if usage is not None else _unknown)  # a sum over all keys
         works = [work for body in bodies if (work := await self._work_of(key, path, body, joules_per_token))]
@@ -125,7 +125,7 @@ class LineDoor:
             return lambda: None
         draft.deadline_s = self._deadline_s(expires_at)
         call = self._admission.decide(draft)
-        in_flight = self._cluster.calls.submit(call, _LineAnswer(client), self._charge(account, call.model))
+        in_flight = self._cluster.calls.submit(call, _ItemAnswer(client), self._charge(account, call.model))
         return partial(self._cluster.calls.cancel, in_flight)
 
     def _deadline_s(self, expires_at: int) -> float:
@@ -149,7 +149,7 @@ class LineDoor:
     def _charge(self, account: Account, model: str) -> KeyCharge | None:
         if not account.budgets and self._key_limits.usage is None:
             return None
-        return _LineCharge(account, model)
+        return _ItemCharge(account, model)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -159,7 +159,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _unknown(model: str) -> None:
-    """Joules of a token of any model where nothing is metered."""
+    """Joules of a token where nothing is metered: unknown."""
 
 
 def _began_at(cluster: LiveCluster) -> float:
@@ -167,8 +167,8 @@ def _began_at(cluster: LiveCluster) -> float:
     return time.time() - cluster.now_s()
 
 
-class _LineCharge(KeyCharge):
-    """Counts a line against the budgets of its key, and as its use."""
+class _ItemCharge(KeyCharge):
+    """The charge of a batch item: counts against the budgets of its key, and as use of the key."""
 
     __slots__ = ()
 
@@ -176,11 +176,11 @@ class _LineCharge(KeyCharge):
         self._account.check_budgets(self.model, tokens, money)
 
     def _take(self, tokens: float) -> None:
-        """Nothing by the minute."""
+        """Batch items are exempt from limits by the minute."""
 
 
-class _LineAnswer:
-    """The client of a line: it takes everything at once."""
+class _ItemAnswer:
+    """The client of a batch item, which takes a whole answer at once."""
 
     __slots__ = ("_client",)
 
@@ -193,14 +193,14 @@ class _LineAnswer:
         """Always."""
 
     def begin(self, head: Head) -> None:
-        assert head.body is not None, "a line is no stream"
+        assert head.body is not None, "a batch item is not streamed"
         self._client.answered(head.status, _request_id(head.receipt), head.body)
 
     def write(self, data: bytes) -> None:
-        raise AssertionError("a line is no stream")
+        raise AssertionError("a batch item is not streamed")
 
     def end(self) -> None:
-        raise AssertionError("a line is no stream")
+        raise AssertionError("a batch item is not streamed")
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
         self._client.refused(error, _request_id(receipt))

@@ -3,7 +3,6 @@
 access_log     : one line of the log for each request of a client, when its answer is written or its client has gone
 counters       : counters and histograms that cost little to count, and all metrics in Prometheus' text format
 energy         : energy of the engines in joules
-energy_meters  : creates a server's energy meters
 key_usage      : what each key uses of each model
 metrics        : the text of /metrics: counts that follow the journal's steps, and numbers that are read at a scrape
 part           : what is measured and told of a server

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 from llmserve.calls.client_request import ClientExchange
 from llmserve.engines.part import Connected
+from llmserve.engines.power import GpuEnergy
 from llmserve.forecasts.saver import Saver
+from llmserve.http.server import is_loopback
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.counters import Families
-from llmserve.observe.energy import EnergyMeter, meter_of_all
+from llmserve.observe.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy, meter_of_all
 from llmserve.observe.key_usage import KeyUsage
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.table import TABLE
@@ -46,16 +49,47 @@ class Energy(Part):
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
-        from llmserve.observe.energy_meters import energy_meters
-
-        config = server.config
+        cluster = server.get(LiveCluster)
         async with AsyncExitStack() as stack:
-            gpus = server.get(Connected).gpus
-            found = await energy_meters(config, server.get(LiveCluster), config.dispatch.profiles(), gpus, stack)
-            meters = server.add(Meters(found))
+            meters = server.add(Meters())
+            if (gpus := _gpus_of(server)) is not None:
+                stack.callback(gpus.close)
+                measured = MeasuredEnergy(gpus, of_all_work=_runs_on_local_gpus(server.config))
+                await stack.enter_async_context(measured.sampling(cluster.now_s))
+                meters.append(measured)
+            if (modelled := _modelled(server.config)) is not None:
+                cluster.journal.listen(modelled.observe)
+                meters.append(modelled)
             if (usage := server.find(KeyUsage)) is not None:
                 usage.meter = meter_of_all(meters)
             yield
+
+
+def _gpus_of(server: Server) -> GpuEnergy | None:
+    """The energy counters of the GPUs that engines here may use; None: no engine uses a GPU, or none has a counter."""
+    engines = server.config.engines
+    has_local = any(_are_local(engines.urls))
+    if not engines.has_vllm and not has_local:
+        return None
+    return GpuEnergy.open(None if has_local else server.get(Connected).gpus)  # a local server may use any local GPU
+
+
+def _runs_on_local_gpus(config: Config) -> bool:
+    """Whether the energy of the local GPUs is that of all engines. The embedded engine uses no GPU."""
+    return all(_are_local(config.engines.urls)) and not config.engines.has_embedded
+
+
+def _are_local(urls: Sequence[str]) -> list[bool]:
+    return [is_loopback(urlsplit(url).hostname or "") for url in urls]
+
+
+def _modelled(config: Config) -> ModelledEnergy | None:
+    """The modelled meter; None without profiles, or if one of them has no energy."""
+    profiles = config.dispatch.profiles()
+    unknown = [profile.name for profile in profiles.values() if not profile.energy_known]
+    if unknown:
+        log.warning("the profile %s has no energy: /metrics has no modelled joules", ", ".join(unknown))
+    return ModelledEnergy(profiles) if profiles and not unknown else None
 
 
 class Followers(list[Callable[[ClientExchange], None]]):

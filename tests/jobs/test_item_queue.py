@@ -113,8 +113,8 @@ def test_answers_longer_than_forecast_move_the_ends_of_jobs() -> None:
     factor = (16 * 50 + 80 * 200) / (96 * 100)
     assert forecast(feeder, "a", 0.0, 10.0).ends_at_s == pytest.approx(factor * 2000 / 10)
     before = forecast(feeder, "a", 0.0, 10.0).ends_at_s
-    assert feeder.forecast_new(2e9, "", 50.0, 0.0, 10.0).ends_at_s == pytest.approx(before + 5.0)
-    assert feeder.forecast_new(1.0, "", 50.0, 0.0, 10.0).in_time is False
+    assert feeder.forecast_new(2e9, "", 50.0, 0.0, 10.0, 0.0).ends_at_s == pytest.approx(before + 5.0)
+    assert feeder.forecast_new(1.0, "", 50.0, 0.0, 10.0, 0.0).in_time is False
 
 
 # ---- sub-queues -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from front import Front, StartFront, until
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.jobs.run import item_feeder, runner
 from llmserve.jobs.run.item_queue import LINES_MAX
-from llmserve.jobs.submission import LineDoor
+from llmserve.jobs.submission import BatchSubmitter
 from llmserve.settings.tree import JobsConfig, ServerConfig
 
 KEYS = """
@@ -97,11 +97,11 @@ async def test_a_slow_model_leaves_the_slots_of_another_their_lines(start_front:
 async def test_a_key_that_is_missing_for_a_moment_fails_no_line(
     front: Front, client: openai.AsyncOpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account = LineDoor._account
-    monkeypatch.setattr(LineDoor, "_account", lambda door, key: None)
+    account = BatchSubmitter._account
+    monkeypatch.setattr(BatchSubmitter, "_account", lambda submitter, key: None)
     batch = await create(client, lines(60))
     await paused(client, batch.id, "key_missing")
-    monkeypatch.setattr(LineDoor, "_account", account)
+    monkeypatch.setattr(BatchSubmitter, "_account", account)
     batch = await ended(client, batch)
     assert batch.request_counts is not None
     assert (batch.request_counts.completed, batch.request_counts.failed) == (60, 0)

@@ -2,6 +2,7 @@
 
 runner        : claims batches and takes each through its statuses
 job           : a batch that this server works on, in memory
+loading       : what a job needs from the disk before its lines can run
 input_checker : checks input files, in the turn of their keys
 validation    : reads an input file once: what is wrong with its lines, and where each line is
 input_index   : what a check has found, and where each line is, beside the input file

@@ -20,8 +20,9 @@ from typing import Literal, Protocol
 from llmserve.errors import DeadlineExceeded, RequestError
 from llmserve.jobs.run.estimates import Forecaster, Work
 from llmserve.jobs.run.item_queue import Forecast, ItemQueue, arranged
-from llmserve.jobs.run.job import InputDamaged, Job, read_lines
+from llmserve.jobs.run.job import Job
 from llmserve.jobs.run.jsonl import Line, answer_row, answer_tokens, expired_row, line_of, refusal_row, row_id
+from llmserve.jobs.run.loading import InputDamaged, read_lines
 from llmserve.jobs.run.recorder import Recorder, Result
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
 from llmserve.jobs.store.rows import Kind
@@ -226,7 +227,8 @@ class ItemFeeder:
     def forecast_new(self, key: str, expires_at: float, work: Work) -> Forecast:
         """When a batch ends whose lines are not known yet."""
         tokens_per_s = self._submitter.tokens_per_s(key, work.model)
-        return self._items.forecast_new(expires_at, work.model, work.output_tokens, self._clock(), tokens_per_s)
+        now_s = self._now_s()
+        return self._items.forecast_new(expires_at, work.model, work.output_tokens, self._clock(), tokens_per_s, now_s)
 
     # ---- lines that start ----
 

@@ -348,36 +348,30 @@ class ItemQueue:
         job = self._jobs[job_id]
         ends = []
         for row in job.rows:
-            sub_queue = row.sub_queue
-            before = [
-                other.job.factor * other.tokens
-                for one in self._sub_queues.values()
-                if one.model == sub_queue.model and (one is sub_queue or one.why_parked(now_s) is None)
-                for other in one.rows
-                if other.job.turn <= job.turn
-            ]
-            begins_s = wall_s + max(0.0, sub_queue.served_s - now_s)
-            if sub_queue.closed is not None:
-                begins_s = math.inf
-            ends.append(
-                self._ends(sub_queue.model, job.deadline_s, sum(before), begins_s, tokens_per_s_most(sub_queue.model))
-            )
+            own = row.sub_queue
+            begins_s = math.inf if own.closed is not None else wall_s + max(0.0, own.served_s - now_s)
+            tokens = self._tokens_until(job.turn, own.model, now_s, own)
+            ends.append(self._ends(own.model, job.deadline_s, tokens, begins_s, tokens_per_s_most(own.model)))
         return Forecast(max([end.ends_at_s for end in ends]), all(end.in_time for end in ends))
 
     def forecast_new(
-        self, deadline_s: float, model: str, tokens: float, wall_s: float, tokens_per_s_most: float
+        self, deadline_s: float, model: str, tokens: float, wall_s: float, tokens_per_s_most: float, now_s: float
     ) -> Forecast:
-        """As `forecast`, of a job that is about to be added. tokens : of all its lines"""
-        tokens += sum(
+        """As `forecast`, of a job that would be added now. tokens : of all its lines"""
+        tokens += self._tokens_until((deadline_s, self._added + 1), model, now_s)
+        return self._ends(model, deadline_s, tokens, wall_s, tokens_per_s_most)
+
+    def _tokens_until(self, turn: tuple[float, int], model: str, now_s: float, own: SubQueue | None = None) -> float:
+        """Likely lengths of a model's lines up to a turn, without parked lines. own : whose lines always count"""
+        return sum(
             [
                 row.job.factor * row.tokens
-                for sub_queue in self._sub_queues.values()
-                if sub_queue.model == model and sub_queue.trouble is None and sub_queue.closed is None
-                for row in sub_queue.rows
-                if row.job.deadline_s <= deadline_s
+                for one in self._sub_queues.values()
+                if one.model == model and (one is own or one.why_parked(now_s) is None)
+                for row in one.rows
+                if row.job.turn <= turn
             ]
         )
-        return self._ends(model, deadline_s, tokens, wall_s, tokens_per_s_most)
 
     def _ends(
         self, model: str, deadline_s: float, tokens: float, begins_s: float, tokens_per_s_most: float

@@ -23,7 +23,8 @@ from llmserve.jobs.run.estimates import Estimates
 from llmserve.jobs.run.input_checker import InputChecker
 from llmserve.jobs.run.item_feeder import ItemFeeder, Submitter
 from llmserve.jobs.run.item_queue import Forecast
-from llmserve.jobs.run.job import InputDamaged, Job, Loaded, copy_salvaged, load
+from llmserve.jobs.run.job import Job
+from llmserve.jobs.run.loading import InputDamaged, Loaded, copy_salvaged, load
 from llmserve.jobs.run.recorder import Recorder, trouble_of
 from llmserve.jobs.run.validation import INPUT_DAMAGED
 from llmserve.jobs.store.folder import Folder
