@@ -26,7 +26,7 @@ REFUSALS = {  # by the reason of a refusal: what is so, and the remedy
     "no_engine": ("no engine of the model was up", "Start the engines, or let requests wait longer: --engine-wait-s"),
     "engine_lost": ("an engine was lost in mid-answer", "Look into the engine's own log"),
     "refused": ("every engine refused them", "Look into the engines' answers: full, or without the model"),
-    "engine_failed": ("their engines failed them", "Look into the engines' own logs"),
+    "engine_failed": ("the engine returned an error", "Look into the engines' own logs"),
     "deadline_exceeded": (
         "they could not meet their deadlines",
         "Add engines, or give later deadlines (--slo-ms)",

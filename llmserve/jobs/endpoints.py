@@ -39,7 +39,7 @@ IDEMPOTENCY_CHARS_MAX = 255
 
 
 class NoBatches:
-    """Answers when the server has no place for files and batches."""
+    """The endpoints of a server without a store: each refuses."""
 
     def add_to(self, app: FastAPI) -> None:
         for path in (FILES, BATCHES):
@@ -59,7 +59,10 @@ def _no_store() -> NotFound:
 
 
 class BatchEndpoints:
-    """Answers for the keys of clients; each key sees its own files and batches only. sums : of all keys' batches"""
+    """The endpoints of a server with a store. Each key sees only its own files and batches.
+
+    sums : of the batches of all keys, for the page
+    """
 
     def __init__(self, jobs: JobService, keys: Keys) -> None:
         self.sums = JobSums(jobs)

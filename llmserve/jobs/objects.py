@@ -1,13 +1,13 @@
-"""What clients see of files and batches: OpenAI's objects, and the statuses of a batch.
+"""OpenAI's file and batch objects, and the statuses of a batch.
 
     validating --> in_progress --> finalizing --> completed
         |               |
         |               +--> expired                     the window has passed; unfinished lines are in the error file
         +---------------+--> failed                      the input file has errors, named by line; or the disk has
-        |                                                damaged it, or results. What is whole is in the files
+        |                                                damaged input or results. Undamaged results are in the files
         +--> cancelling --> cancelled                    from validating and in_progress
 
-A batch that finalizes has the results of all its lines: it is not cancelled any more, and does not expire.
+A finalizing batch has the results of all lines: it can neither be cancelled nor expire.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def window_s(text: str) -> int:
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):
-    """When a file expires, in seconds after its creation."""
+    """The field `expires_after`: seconds from a file's creation to its expiry."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=WINDOW_S_MAX)]
@@ -98,7 +98,7 @@ class FileRow(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with a line of an input file. line : counted from 1; None: the error is the whole file's."""
+    """An error in a line of an input file. line : counted from 1; None: an error of the whole file"""
 
     code: str
     message: str

@@ -103,7 +103,7 @@ class JobService:
         return row
 
     async def _estimate(self, row: BatchRow) -> None:
-        """Learn what a new batch will take, as far as that is possible: the batch is there whatever comes of it."""
+        """Estimate what a new batch will take, if possible: a failure here does not affect the batch."""
         try:
             if row.status == "validating" and (parts := await self.runner.store.input(row)):
                 await self.runner.estimates.of(row, parts[0])
@@ -121,7 +121,7 @@ class JobService:
         """The batch as clients see it, with what llmserve adds."""
         try:
             forecast = self.runner.forecast(row)
-        except Exception:  # a batch is shown whatever comes of its forecast
+        except Exception:  # a batch is shown even if its forecast fails
             log.exception("when batch %s will end is not known", row.id)
             forecast = None
         work = self.runner.estimates.known(row.id)

@@ -27,7 +27,7 @@ CLOCK_S = 1.0  # a change of the time of day that counts
 
 
 class BatchSubmitter:
-    """Submits batch items to the cluster. Budgets limit them; limits by the minute do not."""
+    """The entry of batch items into the queue. Budgets limit an item; limits by the minute do not."""
 
     def __init__(self, cluster: LiveCluster, key_limits: KeyLimits, limits: BodyLimits, *, fair: bool) -> None:
         """limits : of a line's body.  fair : whether requests have shares"""

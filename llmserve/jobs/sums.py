@@ -14,7 +14,7 @@ EVERY_S = 5.0
 
 
 class JobSums:
-    """Asks the store while somebody watches: `follow()` is a task, and a store that hangs delays nothing else."""
+    """The numbers of batches, for the page. `follow()` is a task, so a store that hangs delays only these numbers."""
 
     def __init__(self, jobs: JobService, every_s: float = EVERY_S) -> None:
         self._jobs, self._every_s = jobs, every_s

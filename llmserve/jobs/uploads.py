@@ -27,7 +27,7 @@ FILENAME_CHARS_MAX = 255
 
 
 class Upload:
-    """One body that arrives. `feed` parses it; the bytes of its file go to `file`.
+    """A body in transit: `feed` parses its next bytes, and the uploaded file goes to `file`.
 
     on_full   called with True when the client must wait, and with False when it need not any more
     fields    the other fields of the body.  filename : of the file; None: there was none yet

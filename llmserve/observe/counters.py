@@ -1,7 +1,7 @@
 """Counters and histograms that cost little to count, and all metrics in Prometheus' text format.
 
 prometheus_client takes a lock for each count, and some 10 us for each line of a scrape. Here all counts are on one
-event loop. So a count is an addition, and a line of text is its name and labels, made once, and its number.
+event loop. So a count is an addition, and the name and labels of a line are made once.
 
 Values of labels appear in the alphabetic order of their names, as prometheus_client writes them.
 """
@@ -56,7 +56,7 @@ class Counter:
 
 
 class Histogram:
-    """How many values are at most as large as each bound, and their sum. bounds : ascending; infinity is added"""
+    """Counts of values up to each bound, and the sum of all values. bounds : ascending; infinity is added"""
 
     __slots__ = ("_bounds", "_counts", "_starts", "_sum")
 

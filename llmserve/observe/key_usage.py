@@ -4,8 +4,8 @@
     J(t)    joules of all engines until t, measured or modelled (energy.py)
     E(t)    the integral of dJ / n over the time in which n > 0: joules of a sequence that has run from the start
 
-A request from a to b with c answers used c (E(b) - E(a)) joules. So the joules of all requests are those of all engines
-in the times in which anything ran; idle engines are nobody's.
+A request from a to b with c answers used c (E(b) - E(a)) joules. So the requests share all joules of the times
+in which any request ran. The energy of idle engines belongs to no request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ("requests", "refused", "prompt_tokens", "output_tokens", "slot_second
 
 
 class KeyUsage:
-    """Counts by key and model. It listens to the journal before the meter does, so that each span has its own joules.
+    """Counts by key and model. Must listen to the journal before the meter: then joules fall into the right span.
 
     models  that engines list now; rows of other models are added up as OTHER
     meter   of the energy of all engines; None: none covers all

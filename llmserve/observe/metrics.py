@@ -41,7 +41,7 @@ S = TypeVar("S")
 
 
 class Metrics:
-    """Listens to a live cluster's journal; `render()` returns the text of /metrics.
+    """The metrics of a live cluster. `render()` returns the text of /metrics.
 
     meters        meters of the engines' energy, each with a different source
     energy_known  whether dispatch plans know real watts; if False, the expected power is not exported

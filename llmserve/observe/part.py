@@ -28,7 +28,7 @@ log = logging.getLogger("llmserve")
 
 
 class Usage(Part):
-    """Counts what each key uses. It follows the journal before any meter does, so that each span has its own joules."""
+    """The counts of what keys use. They follow the journal before any meter does: joules fall into the right span."""
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:

@@ -155,7 +155,7 @@ class Plans:
         )
 
     def expected(self, value: Callable[[DispatchPlan], float | None]) -> Rows | None:
-        """A value that plans expect, of the models whose plan has it."""
+        """A value that plans expect, by model; models without such a value are left out."""
         return self._rows({m: number for m, plan in self._plans.items() if (number := value(plan)) is not None})
 
     @staticmethod

@@ -25,7 +25,7 @@ BATCHES_STORED = 1_000  # that start in parts; all parts of a batch start before
 
 
 class RequestCounts:
-    """Each method but `keep` and `refuse` takes an event or an action, and the journal's step that has it.
+    """Counts of requests. Each method but `keep` and `refuse` takes an event or action, and its step of the journal.
 
     runs                         counts by model and engine
     completed, completed_tokens  requests that completed, and their output tokens

@@ -1,4 +1,4 @@
-"""Counts by model and engine: how requests ran there, what they waited for, how long they took, and their tokens.
+"""Counts by model and engine: runs of requests by outcome, waiting times, latencies and tokens.
 
 A run is one start of a request on an engine. Clients cannot make labels here: an engine that runs a request has listed
 its model.

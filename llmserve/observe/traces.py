@@ -4,9 +4,9 @@
         queue                        from arrival to the start on an engine; again before each further start
         engine 10.0.0.1:8000         from the start to the end there; the engine's own spans are below this one
 
-A request without `traceparent` is traced by chance, before any span is made. With one, its sampled flag decides. The
-names of attributes are those of OpenTelemetry's conventions for generative AI; those of llmserve's own begin with its
-name. No prompt and no answer is in a span.
+A request without `traceparent` is traced by chance, before any span is made; with one, its sampled flag decides. The
+names of attributes are from OpenTelemetry's conventions for generative AI; llmserve's own begin with `llmserve`. Spans
+have no prompt and no answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def otlp() -> SpanProcessor:
 
 
 class Traces:
-    """Decides which requests are traced, and ends their traces.
+    """The traces of requests: which requests are traced, and when a trace ends.
 
     sample   share of the requests without a traceparent, 0 to 1
     order    the order in force, in words
@@ -76,7 +76,7 @@ class Traces:
         return RequestTrace(self, call, exchange) if random.random() < self._sample else None
 
     def ended(self, exchange: ClientExchange) -> None:
-        """End the trace of a request that has ended, if it has one. The server calls it for each."""
+        """End the trace of a request that has ended, if there is one. Called for each request."""
         call = exchange.state.call
         if call is not None and isinstance(call.trace, RequestTrace):
             call.trace.end(call, exchange)

@@ -1,7 +1,7 @@
-"""What happens on a live cluster, second by second, for the people who watch it in a browser.
+"""Snapshots of a live cluster, one each second, for the page in a browser.
 
-Nothing is counted while nobody watches. A snapshot has sums, and single requests only as far as a picture shows them,
-so its size does not grow with the queue.
+Nothing is counted while no browser watches. A snapshot has sums, and as many single requests as a picture shows, so the
+size of a snapshot does not grow with the queue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LATENCIES_MAX = 4_096  # of a second, for its quantiles
 
 
 class EngineSeen(msgspec.Struct, frozen=True):
-    """circuit : whether the engine gets requests as it should"""
+    """An engine of a snapshot. circuit : whether the circuit breaker is closed"""
 
     name: str
     state: str
@@ -121,7 +121,7 @@ class Meter(Protocol):
 
 
 class Watch:
-    """Counts between `begin` and `stop`, which calls may nest. meter : of all engines' energy; None: none is known"""
+    """Counts for the next snapshot, between `begin` and `stop`, which may nest. meter : of all engines; None: none"""
 
     def __init__(self, cluster: LiveCluster, meter: Meter | None = None) -> None:
         self._cluster = cluster

@@ -1,9 +1,9 @@
-"""What any process of llmserve needs of its machine.
+"""What processes of llmserve need of their machine.
 
 at_once      : tasks that run at once and fail as one
 extras       : checks that the extras of the installation that a command needs are installed, before the command does
 freed_memory : memory that was freed, given back to the system
-lasting      : tasks that serve everybody
+lasting      : background tasks that continue after an exception
 logs         : the log on standard error
 private_file : files for their owner's eyes only
 """

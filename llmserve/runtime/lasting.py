@@ -1,7 +1,7 @@
-"""Tasks that serve everybody: after an exception they go on, and say so in the log and in /ready.
+"""Background tasks that continue after an exception, which the log and /ready report.
 
-A loop that saves, feeds, claims or watches has no caller who would notice that it has ended. So each such loop is run
-by `lasting`, whatever else it catches itself.
+A loop that saves, feeds, claims or watches has no caller to notice its end. So `lasting` runs each such loop, even if
+the loop catches exceptions itself.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ log = logging.getLogger("llmserve")
 def appending(path: Path) -> BinaryIO:
     """Open a file to append whole lines to. Only its owner can read a new file. Raises OSError.
 
-    A last line that a killed process cut short gets its end, so that the first new line stands alone.
+    A last line without an end, left by a killed process, is ended first, so that new lines stand alone.
     """
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
     status = os.fstat(file.fileno())

@@ -1,6 +1,6 @@
-"""What a batch will take, by the beginning of its input file: known from its creation on.
+"""Estimates, at its creation, of what a batch will take.
 
-The lines of the first SAMPLE_BYTES are forecast as their requests will be, and stand for all others.
+The lines of the first SAMPLE_BYTES are forecast like online requests, and stand for the rest of the file.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Work(NamedTuple):
 
 
 class Forecaster(Protocol):
-    """Who knows the lengths of answers (jobs/submission.py)."""
+    """A source of forecasts for the requests of a file (jobs/submission.py)."""
 
     async def work_of(self, key: str, path: str, bodies: Sequence[bytes]) -> Work | None:
-        """What these requests will take together; None: none of them can be read."""
+        """What these requests will take in total; None: no request can be read."""
         ...
 
 

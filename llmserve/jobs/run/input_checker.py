@@ -1,6 +1,6 @@
 """Checks input files: small ones in a thread, others in a process of low priority. Keys take turns, one file at a time.
 
-What was found lies beside the file, so a file is checked once for all batches of it.
+The findings are stored beside the file, so a file is checked once for all of its batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREAD_BYTES = 256 << 10  # takes milliseconds; a process takes a second to star
 
 
 class InputChecker:
-    """tokens_queued_max : of the batches of one key that are in progress; 0: no limit"""
+    """Checks of input files, each done once. tokens_queued_max : of a key's batches in progress; 0: no limit"""
 
     def __init__(
         self, folder: Folder, *, line_bytes_max: int, prompt_chars_max: int, tokens_queued_max: int = 0
@@ -85,7 +85,7 @@ def _known(path: Path, index: Path, rules: Rules) -> tuple[Report, Index] | None
 
 
 class Turns:
-    """One at a time, the keys in turn: files of one key hold up those of another for as long as one takes."""
+    """A queue in which the keys take turns: a key waits for one check of another key at most."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()

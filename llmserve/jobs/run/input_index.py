@@ -1,7 +1,7 @@
 """The index of an input file: what a check has found, and where each line is.
 
-It lies beside the file, for all batches of this file and endpoint: a file is checked once. It can be made again at any
-time, so whatever is wrong with an index, its reader takes it for missing.
+The index lies beside the file, for all batches of the file and endpoint: a file is checked once. An index can be made
+again at any time, so a damaged one counts as missing.
 
     MAGIC, bytes of the head (4), head (JSON), records, digest of all before (16)
 """
@@ -40,7 +40,7 @@ EMPTY: Index = np.zeros(0, RECORD)
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the result of a check depends on, beside the bytes.
+    """The inputs of a check beside the bytes of the file.
 
     size : bytes of the file.  crc : of them; None: unknown
     """
@@ -54,8 +54,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """lines : requests in the file.  tokens : of all prompts and answers, estimated.  errors : the first ones
-    models : that lines name; a record has the place of its line's
+    """The result of a check.
+
+    lines : requests in the file.  tokens : of all prompts and answers, estimated.  errors : the first ERRORS_MAX
+    models : named in lines; a record has the place of its model in this list
     """
 
     lines: int

@@ -39,11 +39,11 @@ Outcome = Literal["completed", "failed", "expired"]
 
 
 class Answered(Protocol):
-    """Hears how a line ended: once, unless the line is cancelled."""
+    """The receiver of a line's end. Exactly one method is called, unless the line is cancelled."""
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether the line is still to run: False, once it was taken back."""
+        """False once the line was taken back."""
         ...
 
     def answered(self, status: int, request_id: str, body: bytes) -> None: ...
@@ -52,7 +52,7 @@ class Answered(Protocol):
 
 
 class Submitter(Forecaster, Protocol):
-    """Where lines enter the server's queue, as ordinary requests do."""
+    """The entry of lines into the server's queue."""
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +64,7 @@ class Submitter(Forecaster, Protocol):
         ...
 
     def is_up(self, model: str) -> bool:
-        """Whether lines of a model can run now. True for a model that nobody knows: they are refused at once."""
+        """Whether lines of a model can run now. True for an unknown model, whose lines are refused at once."""
         ...
 
     @property
@@ -73,22 +73,22 @@ class Submitter(Forecaster, Protocol):
         ...
 
     def tokens_per_s(self, key: str, model: str) -> float:
-        """What the share of the key would get of a model's engines if each share that waits now went on waiting."""
+        """Output rate of a model's engines that the key's share would get at the present competition."""
         ...
 
     async def submit(
         self, key: str, path: str, body: bytes, client: Answered, *, expires_at: int, after_tokens: float
     ) -> Callable[[], None]:
-        """Queue a line, unless it was taken back meanwhile. Returns what cancels it. Raises RequestError.
+        """Queue a line, unless the line was taken back. Returns a function that cancels the line. Raises RequestError.
 
         expires_at : end of its window, unix time
-        after_tokens : output tokens of the lines of its job that follow it, by their forecasts
+        after_tokens : forecast output tokens of the job's later lines
         """
         ...
 
 
 class ItemFeeder:
-    """Submits lines while the door is open; `run()` is a task.
+    """The feeder of all jobs: submits lines while the server takes any. `run()` is a task.
 
     jobs        by id
     recorder    makes results safe
@@ -294,7 +294,7 @@ class ItemFeeder:
         return [line_of(text) for text in texts]
 
     async def _start(self, job: Job, lines: Sequence[_ItemInFlight]) -> None:
-        """Submit these lines, if nobody has taken them back. Raises OSError and InputDamaged before the first."""
+        """Submit lines that were not taken back. Raises OSError and InputDamaged, both before the first line."""
         requests = await self.read(job, [line.number for line in lines])
         for place, (line, request) in enumerate(zip(lines, requests, strict=True), 1):
             line.request = request
@@ -356,7 +356,7 @@ class ItemFeeder:
             self._again(job, number, reason_of(error), error.retry_after_s)
 
     def _again(self, job: Job, number: int, reason: str, retry_after_s: float | None) -> None:
-        """Let a line wait for another try, and the others of its key and model with it."""
+        """Return a line for another try, and park its sub-queue."""
         del job.in_flight[number]
         sub_queue = self._items.sub_queue_of(job.id, number)
         self._back(job, number)
@@ -387,12 +387,12 @@ class ItemFeeder:
 
 
 def _urgency(job: Job) -> tuple[float, float, str]:
-    """Order of jobs that wait for a seat: those that gave one away while they were parked come after all others."""
+    """Sort key of jobs that wait for a seat. Jobs that gave a seat away while parked come last."""
     return job.not_before, job.expires_at, job.id
 
 
 class _ItemInFlight:
-    """A line that was chosen to start. It ends once: by an answer, a refusal, or because it is taken back."""
+    """A line that was chosen to start, and ends once: by an answer, by a refusal, or by being taken back."""
 
     __slots__ = ("_cancel", "_feed", "_job", "after_tokens", "number", "request")
 

@@ -1,15 +1,15 @@
 """Which lines of jobs enter the queue next, and when jobs will end. Reads no clock and does no I/O.
 
-The scheduler decides when a line starts (choice/background.py); it needs to see a few hundred lines only. So jobs
-of any size cost it the same, and a line that was not handed over yet needs nothing but its number.
+The scheduler decides when a line starts (choice/batch_lane.py), and sees a few hundred lines at a time. So its cost
+does not depend on the size of jobs, and a line that was not handed over yet is only a number.
 
     sub-queue       the lines of one key and model. Each sub-queue has a part of the queue, so that lines which cannot
                     run now leave room for others; a sub-queue whose lines are refused is parked, alone
     order of jobs   within a sub-queue, by the ends of their windows
-    order of lines  those with the same prefix together, for an engine computes it once; then by forecast lengths: mixed
-                    where slots refill, so that the need for memory is even, with the shortest last, for as long as the
-                    longest answer may take: forecasts err, and a long answer that begins late ends alone; the longest
-                    first where batches run to their end
+    order of lines  lines with the same prefix together, as an engine computes a prefix once; then by forecast length.
+                    Where batches run to their end: the longest first. Where slots refill: mixed, so that the need for
+                    memory is even, with the shortest last. They last as long as the longest answer may take, as
+                    forecasts err and a long answer that begins late ends alone
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arranged(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """A line that enters the queue. after_tokens : forecast length of all lines of its job and model that follow"""
+    """A line that enters the queue. after_tokens : forecast length of all later lines of the job and model"""
 
     job: str
     number: int
@@ -63,7 +63,7 @@ class Handed(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """When a job ends by its forecast. in_time : whether that is within its window"""
+    """The forecast end of a job. in_time : whether the job ends within its window"""
 
     ends_at_s: float
     in_time: bool
@@ -74,7 +74,7 @@ class SubQueue:
 
     in_queue  lines that were handed over.  trouble : why the last line was refused; None: it was not
     until_s   when the next line is tried.  served_s : when it may be served, as far as the refusal says
-    closed    why no line may start, as somebody else knows
+    closed    why no line may start, told from outside: no engine of the model is up
     """
 
     def __init__(self, key: str, model: str) -> None:
@@ -175,9 +175,9 @@ def _no_slots(model: str) -> int:
 
 
 class ItemQueue:
-    """Keeps a few hundred lines in the queue.
+    """The lines of all jobs, of which a few hundred are in the server's queue.
 
-    slots  of the engines of a model: so many lines may run beside those that wait
+    slots  of the engines of a model; as many lines are handed over beside the waiting ones
     """
 
     def __init__(self, *, slots: Callable[[str], int] = _no_slots, lines_max: int = LINES_MAX) -> None:
@@ -305,7 +305,7 @@ class ItemQueue:
         return (row.sub_queue for row in (job.rows if job is not None else ()) if row.waits or row.in_queue)
 
     def back(self, job_id: str, number: int) -> None:
-        """Let a line wait again that was not served: it is the next of its job."""
+        """Return a line that was not served: it is the next of its job."""
         found = self._in_queue.pop((job_id, number), None)
         if found is not None:
             tokens, row = found
@@ -337,13 +337,13 @@ class ItemQueue:
         return any(rate.tokens_per_s is not None for rate in self._rates.values())
 
     def forecast(self, job_id: str, wall_s: float, tokens_per_s_most: Callable[[str], float], now_s: float) -> Forecast:
-        """When a job ends: at the present rate of lines, after all lines that come before it on its models.
+        """Forecast the end of a job: at the present rate of lines, after all earlier lines of its models.
 
-        If that end is late, the job runs as fast as its share allows, for its lines then count as online requests.
+        A job that would be late runs as fast as its share allows, as its lines then count as online requests.
         Parked sub-queues begin when tried again; closed ones end at inf. Other keys' parked lines delay nobody.
 
         wall_s : now, on the clock of the ends of windows.  now_s : on the clock of `take`
-        tokens_per_s_most : of a model; what its share would get if each share that waits now went on waiting
+        tokens_per_s_most : of a model: the rate of the job's share at the present competition
         """
         job = self._jobs[job_id]
         ends = []
@@ -409,9 +409,9 @@ def _last_share(tokens: npt.NDArray[np.floating], slots: int) -> float:
 
 
 def mixed(prefixes: npt.NDArray[np.uint64], last_share: float) -> npt.NDArray[np.int64]:
-    """Places of lines so that each stretch of those of a prefix has all lengths, but for the shortest, which are last.
+    """An order in which each stretch of a prefix's lines has all lengths, but the shortest lines are last.
 
-    prefixes : (n,) ascending; of each prefix, the longest line is the first.  last_share : of the lines, which are last
+    prefixes : (n,) ascending; the longest line of each prefix is the first.  last_share : of the lines, to be last
     Returns (n,) places
     """
     _, group, counts = np.unique(prefixes, return_inverse=True, return_counts=True)

@@ -22,7 +22,7 @@ class Cancellable(Protocol):
 
 
 class Job:
-    """One batch under one epoch.
+    """A batch under one epoch.
 
     waiting    (lines,) whether a line is neither in flight nor has a result
     in_flight  lines that were chosen to start, and have no answer yet
@@ -30,10 +30,10 @@ class Job:
     expired    lines whose result says that they were not executed in time
     work       what all lines will take, by their beginning; None: unknown
     open       whether lines may start
-    changed    set when somebody must look at the batch again
+    changed    set when the batch's task must look at its row again
     seated     set while the job may be in memory with its lines
     not_before when it may be seated again, on the clock of pauses
-    trouble    why this batch stands still, and no other; None: it does not
+    trouble    why this batch alone stands still; None: it does not
     damage     why the batch cannot go on; None: it can
     """
 

@@ -18,7 +18,7 @@ CUSTOM_ID_CHARS_MAX = 512
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One request of an input file."""
+    """A request of an input file."""
 
     custom_id: str
     url: str
@@ -49,7 +49,7 @@ def other_encoding(beginning: bytes) -> str | None:
 
 
 def read_line(data: bytes) -> Line:
-    """Read what is around a request. Of the body only its nesting is checked here, and that it ends.
+    """Read what is around a request. The body is checked for its end and its nesting, and not parsed.
 
     A byte order mark before the line does not count. Raises msgspec.DecodeError.
     """
@@ -73,7 +73,7 @@ class _Id(msgspec.Struct):
 
 
 def line_of(data: bytes) -> Line:
-    """As `read_line`, of a line that must have a result: one that cannot be read has an empty body."""
+    """As `read_line`, for a line that must get a result: an unreadable line has an empty body."""
     try:
         return read_line(data)
     except msgspec.DecodeError:
@@ -108,9 +108,8 @@ _CONTROL = re.compile(rb"[\x00-\x1f]")
 def _in_one_line(body: bytes) -> Raw:
     """The body as JSON of one line.
 
-    What engines write beyond JSON is written in JSON: NaN and infinities as null, control characters as escapes, bytes
-    that are no UTF-8 as U+FFFD. A body that is not JSON even so, or that clients' readers refuse for its nesting or for
-    its numbers, is a string.
+    NaN and infinities become null, control characters become escapes, and bytes that are no UTF-8 become U+FFFD. A body
+    that is still no JSON becomes a string, as does a body with deeper nesting or longer numbers than clients can read.
     """
     if not body.isascii():
         body = body.decode(errors="replace").encode()

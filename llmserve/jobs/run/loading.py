@@ -1,4 +1,4 @@
-"""What a job needs from the disk before its lines can run: where they are, and which of them have a safe result."""
+"""Reads what a job needs before its lines can run: where each line is, and whether it has a safe result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class InputDamaged(Exception):
 
 @dataclass(slots=True)
 class Loaded:
-    """What a job needs before its lines can run; some 20 bytes for each line.
+    """The lines of a job in memory: some 20 bytes for each.
 
     path : of the input.  models : that its lines name
     offsets, sizes, checksums : of the lines, (lines,)
@@ -52,7 +52,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """A segment with damage, and where those of its rows are that can be read."""
+    """A damaged segment, and the places of its readable rows."""
 
     segment: Segment
     rows: Sequence[slice]

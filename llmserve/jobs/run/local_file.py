@@ -18,7 +18,7 @@ SHOWN_MOST = 20  # bad lines that a message names
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """The fields of a body that the run needs: its model, and what limits its answer."""
+    """The fields of a body that the run needs: the model, and the limits of the answer."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -33,8 +33,8 @@ class _Body(msgspec.Struct, frozen=True):
 class Numbered(msgspec.Struct, frozen=True):
     """A line of the file.
 
-    offset : where it begins.  size : its bytes.  tokens_max : the most tokens of its answer, if it says so
-    model : that it names; "": none
+    offset : where it begins.  size : its bytes.  tokens_max : limit of the answer's tokens, if given
+    model : "": not named
     """
 
     custom_id: str

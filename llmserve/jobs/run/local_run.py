@@ -1,7 +1,7 @@
 """Runs the lines of a file through a cluster in this process.
 
-A result is in its file before it counts, so a second run goes on where the first has ended, and runs nothing twice that
-has a result. The lines are those of one job without a window: with nobody beside them they take every slot.
+A result is in its file before it counts, so a second run continues where the first ended and repeats no line that has a
+result. The lines are a job without a window: without online requests they take every slot.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Results:
 
 
 class LocalRun:
-    """One run of a file.
+    """A run of a file.
 
     total, done, failed  lines; `done` includes earlier runs, and those that have failed
     """
@@ -94,7 +94,7 @@ class LocalRun:
         return {self._lines[number].model for number in self._left}
 
     def waits_for(self, cluster: LiveCluster) -> str:
-        """What lines wait for that cannot run now, in words; "": nothing."""
+        """Why lines cannot run now, in words; "": nothing is in the way."""
         if not any(cluster.engines_ready.values()):
             return f"waiting for {', '.join(cluster.engines_ready)}"
         now_s, waits = time.monotonic(), []
@@ -178,7 +178,7 @@ class LocalRun:
         self._write(number, refusal_row(row_id(JOB, number), self._lines[number].custom_id, "", error), failed=True)
 
     def _again(self, number: int, reason: str, retry_after_s: float) -> None:
-        """Let a line wait for another try, and the others of its model with it."""
+        """Return a line for another try, and park the lines of its model."""
         sub_queue = self._items.sub_queue_of(JOB, number)
         self._items.back(JOB, number)
         if sub_queue is not None:
@@ -197,7 +197,7 @@ class LocalRun:
 
 
 class _Line:
-    """The client of a line: it takes everything at once."""
+    """The client of a line, which takes a whole answer at once."""
 
     __slots__ = ("_number", "_run")
 

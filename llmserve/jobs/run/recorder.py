@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
 
 class Recorder:
-    """One for a server; `start()` inside the event loop.
+    """The recorder of a server. `start()` is called inside the event loop.
 
     trouble    why results cannot be written now; None: they can
     on_status  called with the id, epoch and status of each batch after its results became safe; None: lost

@@ -1,4 +1,4 @@
-"""Which refusals of a line have another cause than the line, so that it waits for another try."""
+"""Tells refusals that another try may escape from those that are final."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ REASONS = {"insufficient_quota": "budget", "invalid_api_key": "key_missing"}  # 
 
 
 def is_final(error: RequestError, lost: Counter[int], number: int) -> bool:
-    """Whether another try would end likewise. A line that failed on its engines was tried several times there.
+    """Whether another try would fail, too. The scheduler has already retried a line that failed on engines.
 
-    lost : engines that each line has lost, which this call counts
+    lost : number of engines that each line has lost; updated here
     """
     if error.code == "engine_lost":
         lost[number] += 1

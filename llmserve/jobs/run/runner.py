@@ -1,7 +1,7 @@
 """Works on batches: claims them, runs their lines through the server's queue, and ends them.
 
-A task for each batch looks at its row, does what the status asks for, and looks again. So a batch goes on from any
-state in which a server has left it, and a failure, or an operation whose success is unknown, is followed by a look.
+A task for each batch reads the batch's row, does what the status asks for, and reads again. So a batch continues from
+any state that a server has left behind; after a failure, or an operation of unknown success, the task looks again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Runner:
-    """One for a server: `start()` inside the event loop, `close()` at the end.
+    """The runner of a server. `start()` is called inside the event loop, `close()` at the end.
 
     keep_s   how long files of results are kept; None: for ever
     clock    unix time
@@ -247,7 +247,7 @@ class Runner:
         await self.store.change(row.id, "validating", row.epoch, "in_progress", **values)
 
     async def _fail(self, row: BatchRow, errors: Sequence[LineError], kept: Kept | None = None) -> None:
-        """End a batch that cannot run, or cannot go on. The results that it has are in its files."""
+        """End a batch that cannot run, or cannot go on. Its results so far are in its files."""
         log.error("batch %s fails: %s", row.id, errors[0].message)
         await self._finish(row, "failed", errors, kept)
 
@@ -305,7 +305,7 @@ class Runner:
             return True
 
     async def _fail_damaged(self, row: BatchRow, loaded: Loaded, segments: Sequence[Segment]) -> None:
-        """End a batch some of whose results are damaged. Those that can be read are in its files."""
+        """End a batch with damaged results. The readable results are in its files."""
         damaged = {salvaged.segment for salvaged in loaded.damaged}
         kept = [segment for segment in segments if segment not in damaged]
         counts = {"output": loaded.completed, "error": loaded.failed}

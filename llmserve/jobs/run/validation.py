@@ -2,7 +2,7 @@
 
     python -m llmserve.jobs.run.validation < task.json > report.json
 
-A file of 200 MB takes seconds, so a server has a process of low priority do this. What was found is in the index.
+A file of 200 MB takes seconds, so a server starts a process of low priority. The findings are in the index.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NICE = 10
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """path : of the input.  index : where the index goes"""
+    """A check to be done. path : of the input.  index : path of the index to write"""
 
     path: str
     index: str
@@ -104,7 +104,7 @@ def _noted(task: Task, checker: _Checker, count: int, tokens: int, records: inpu
 
 
 class _File:
-    """The lines of the input, and whether its bytes are those that were uploaded, as far as it was read."""
+    """The lines of the input, and whether the bytes read so far are those that were uploaded."""
 
     def __init__(self, task: Task) -> None:
         self._path, self._rules = task.path, task.rules
@@ -135,7 +135,7 @@ class _File:
 
 
 class _Checker:
-    """models : of the lines so far, by name: their places"""
+    """The errors and models of the lines so far. models : places in the list of models, by name"""
 
     def __init__(self, rules: Rules) -> None:
         self.errors: list[LineError] = []
@@ -189,7 +189,7 @@ class _Checker:
 def _describe(record: Any, checker: _Checker, number: int, line: Line) -> int:
     """Fill in what the forecast needs. Returns the tokens of the request, estimated.
 
-    What else is wrong with a body is an error of its own request, and does not stop the others.
+    Any other fault of a body is an error of its request alone.
     """
     rules = checker.rules
     try:

@@ -1,7 +1,7 @@
 """The database of the store, and what a database must do for it.
 
 Transactions that write run one after the other, under the database's own lock from their first statement on. So what a
-transaction has read is still true when it writes, on each database and for several servers.
+transaction has read is still true when the transaction writes, also with several servers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ CLIENT_WAITS_S = 3.0  # for the lock of writers
 
 
 class Presence(Protocol):
-    """How the servers of a database tell which of them are alive; never by how long one was silent.
+    """The way in which servers find out which servers are alive. Silence is no sign of death.
 
-    is_lost : whether this server may count as dead from now on, whatever it does
+    is_lost : whether other servers may now count this one as dead
     """
 
     @property
@@ -49,7 +49,7 @@ class Presence(Protocol):
 
 
 class Backend(Protocol):
-    """What the store needs of a kind of database; tests/jobs/conformance.py has the laws.
+    """A kind of database for the store; tests/jobs/conformance.py has its laws.
 
     presence : of a server that uses this database
     """
@@ -67,7 +67,7 @@ class Backend(Protocol):
 
 
 class Database:
-    """Use `write()` for transactions that write, and `read()` for all others."""
+    """The transactions of the store: `write()` for those that write, `read()` for all others."""
 
     def __init__(self, backend: Backend) -> None:
         self.engine, self.presence = backend.engine, backend.presence

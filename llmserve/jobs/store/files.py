@@ -16,7 +16,7 @@ from llmserve.jobs.store.tables import batches, files, parts, segments
 
 
 class FileLimits(NamedTuple):
-    """What files may need. 0: no limit.  files_max : of one key.  bytes_max : of all files together"""
+    """The limits of files. 0: no limit.  files_max : of one key.  bytes_max : of all files together"""
 
     files_max: int = 0
     bytes_max: int = 0

@@ -1,7 +1,7 @@
 """The folder of the store: uploads and results, in files of their owner's eyes only.
 
 Each name begins with the generation of the server that made the file. A file that no row of the database names belongs
-to an upload, or to results that do not count yet: once its server is dead, it is rubbish.
+to an upload, or to results that do not count yet. After its server's death such a file is rubbish.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NoRoom(OSError):
 
 
 class Folder:
-    """Raises ConfigError when the folder cannot be used."""
+    """The files of the store. The constructor raises ConfigError when the folder cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()

@@ -1,4 +1,4 @@
-"""Batches in the database, as the servers that work on them use them."""
+"""Batches in the database, as their owners use them: the servers that run their lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLAIMS_MAX = 100  # in one transaction
 
 
 class Progress(NamedTuple):
-    """How far a batch is. New segments and the bytes of all segments that are safe now."""
+    """The progress of a batch: new segments, and the bytes of all segments that are safe now."""
 
     batch_id: str
     epoch: int
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A batch as far as its owner must know it to look at it."""
+    """The few fields of a batch by which an owner notices a change."""
 
     id: str
     epoch: int
@@ -46,7 +46,7 @@ class Owned(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What can still be read of a batch's results."""
+    """The readable results of a batch with damage."""
 
     segments: Sequence[Segment]
     completed: int
@@ -203,7 +203,7 @@ class OwnerStore:
 
 
 def _given_up(now_s: int) -> dict[str, Any]:
-    """The values of a batch whose row made no sense: it has failed, and its client can be told so."""
+    """The values for a batch with a damaged row: a sound row that says so to the client."""
     errors = [LineError("row_damaged", "The row of this batch in the database was damaged.")]
     gone: dict[str, Any] = {f"{s}_at": None for s in ("in_progress", "finalizing", "completed", "expired")}
     gone |= dict.fromkeys(("cancelling_at", "cancelled_at", "metadata", "output_expires_s"))

@@ -19,9 +19,9 @@ UNLOCK = text("SELECT pg_advisory_unlock(:kind, :generation)")
 
 
 class AdvisoryLocks:
-    """Each server holds an advisory lock whose number is its generation.
+    """A Presence: each server holds an advisory lock with the number of its generation.
 
-    The database gives the lock back when the server's connection ends, and not before.
+    The database releases the lock when the server's connection ends, and not before.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:

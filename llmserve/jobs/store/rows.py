@@ -1,8 +1,8 @@
 """Statements on files and batches within a transaction.
 
-Every change of a batch is a compare-and-set on its status and epoch. A batch has one owner, the server that works on
-it. A server takes a generation number when it starts, and its row in `servers` says that it counts as alive. Whoever
-takes a batch from a dead owner raises its epoch, so that nothing which the old owner still does can change the batch.
+Every change of a batch is a compare-and-set on its status and epoch. A batch has one owner, a server. Each
+server takes a generation number at its start, and counts as alive as long as its row is in `servers`. A server that
+takes over a batch raises the batch's epoch, so that later changes by the old owner have no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Where one owner appends results of a batch. safe_bytes : that count.  crc : of them, if known"""
+    """A file to which one owner appends results of a batch. safe_bytes : that count.  crc : of these bytes, if known"""
 
     epoch: int
     kind: Kind
@@ -145,7 +145,7 @@ def batch_row(row: Row[Any]) -> BatchRow:
 
 
 def sound_rows(rows: Iterable[Row[Any]]) -> list[BatchRow]:
-    """The batches of these rows, but for those that make no sense: one damaged row must not hide all others."""
+    """The batches of all sound rows. A damaged row must not hide the others."""
     sound = []
     for row in rows:
         try:

@@ -1,4 +1,4 @@
-"""The servers that share a store: each takes a generation number, and its row says that it counts as alive."""
+"""The servers that share a store: a server has a generation number, and a row while it counts as alive."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The tables of the store, in SQLite or PostgreSQL.
 
-servers   processes that may own jobs. A row is there as long as its process counts as alive
-files     what clients see as files; the bytes are in parts
+servers   processes that may own batches, as long as they count as alive
+files     the files of clients; their bytes are in parts
 parts     the parts of each file in order: a name in the folder of the store, and how many of its bytes count
-batches   the jobs
-segments  files to which one owner of a job appends results, and how many of their bytes are safe
+batches   the batches of clients
+segments  files to which one owner of a batch appends results, and how many of their bytes are safe
 
 To change the tables, change them here, and say in ADDED what the new version adds: a store of an earlier version gets
 these columns when it is opened.

@@ -1,6 +1,6 @@
 """Uploads that arrive: their bytes count from the first on, and they leave room on the disk for results.
 
-An upload may take as long as it needs, so what it has written so far must not be able to stop the batches of others.
+An upload has no time limit, so an unfinished upload must not take the room that batches need for results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RETRY_AFTER_S = 10.0
 
 
 class UploadQuota:
-    """stored_bytes : of all complete files, as far as this server knows"""
+    """The room of uploads on the disk and below the limits. stored_bytes : of all complete files, as known here"""
 
     def __init__(self, folder: Folder, limits: FileLimits) -> None:
         self._folder, self._limits = folder, limits
