@@ -107,21 +107,16 @@ class Candidates:
     def _of_bins(self, queues: ModelQueues, opening: Opening, most: int) -> Iterator[Candidate]:
         """A candidate for each bin that its release lets go, the shortest answers first."""
         engine, runs, whose = opening.engine, opening.runs_of(queues.model), opening.whose
-        alone = opening.one_of_share
-        within = opening.share if alone is None else None
+        within = opening.share if opening.one_of_share is None else None
         held = whose.share.waiting if whose is not None and whose.every else 1
         waits, idle = self._asks and queues.release.waits, bool(runs) or not engine.running
         shorter: tuple[DeadlineQueue, ...] = ()
         waiting = 0
-        for bin_queue in queues.bins:
-            assert isinstance(bin_queue, DeadlineQueue)
-            queue = bin_queue.of_share(alone) if alone is not None else bin_queue
-            if queue is None or not queue.requests:
-                continue
+        for whole, queue in _parts_of(opening.one_of_share, queues):
             waiting += len(queue)
             same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
-            all_of_it = min(len(bin_queue), self._forming.batch_size)
-            released = self._forming.size(queues, bin_queue, self._now_s, idle) if waits else all_of_it
+            all_of_it = min(len(whole), self._forming.batch_size)
+            released = self._forming.size(queues, whole, self._now_s, idle) if waits else all_of_it
             times_s = self._batch_times(queues, queue.index, opening)
             if released >= all_of_it:
                 yield Candidate(
@@ -135,3 +130,12 @@ class Candidates:
     def _batch_times(self, queues: ModelQueues, bin_index: int, opening: Opening) -> Sequence[float]:
         times = self._times.of(opening.engine, queues.model, bin_index, queues.binning.tokens(bin_index))
         return times.least if opening.by_least else times.expected
+
+
+def _parts_of(share: Share | None, queues: ModelQueues) -> Iterator[tuple[DeadlineQueue, DeadlineQueue]]:
+    """The bins that hold requests, each with the requests of the share in it. share : None: all requests"""
+    for whole in queues.bins:
+        assert isinstance(whole, DeadlineQueue)
+        part = whole if share is None else whole.of_share(share)
+        if part is not None and part.requests:
+            yield whole, part
