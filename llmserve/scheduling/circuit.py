@@ -14,7 +14,7 @@ A request may also make every engine fail. One fault does not show which is to b
   many senders as the engine has lately served, `faults_max` at most.
 * A request that fails on a second engine, too, is at fault itself. The fault is taken back from the first engine, and
   the sender is suspect until one of the sender's requests is answered. A request that a second engine answers proves
-  the first fault, so that `faults_max` proofs open the circuit whoever the senders are.
+  the first fault, so that `faults_max` proofs open the circuit, from any senders.
 * A suspect is not put on trial until one more pause has passed in which no other request came. Suspects are requests
   that have failed, and all requests of suspect senders; the senders whose faults opened the circuit are suspect, too. A
   suspect's failure on trial does not lengthen the pause, and a suspect sender's faults do not count.

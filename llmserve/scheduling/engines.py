@@ -2,7 +2,7 @@
 
 The engines of a serving group are a pool. Engines that share a GPU are one worker.
 
-Need for KV cache: a request holds its prompt and its generated tokens, and frees them when it ends. Requests end at
+Need for KV cache: a request holds the prompt and the generated tokens, and frees both at the end. Requests end at
 different times, so the peak need of an engine is less than the sum of the requests' totals. With h_i tokens held now,
 c_i choices (each grows by one token a step) and r_i steps to go, the need just before request j ends is
 
@@ -36,7 +36,7 @@ IMBALANCE = 0.25  # share of its slots by which an engine may be busier than ano
 
 
 class Worker:
-    """A GPU and the engines that share it. Barrier engines of one worker run one batch at a time between them.
+    """A GPU and the engines that share it. Only one barrier engine of a worker runs a batch at a time.
 
     running   number of requests on the worker's engines
     group     group whose requests the worker runs
@@ -250,8 +250,8 @@ class EngineState:
         return self._record_pace(model, seconds, speed.batch_s(tokens, sequences), now_s)
 
     def record_run(self, run: Run, together: int, tokens: float, now_s: float) -> bool:
-        """Record a batch of `together` that a barrier engine ran, or one request that has left a refill engine: it ran
-        beside a changing number of others, so the steps that the profile allows in its time are counted.
+        """Record a batch of `together` requests of a barrier engine, or a request of a refill engine. The latter ran
+        beside a changing number of others, so the engine's steps in that time are counted by the profile.
         """
         model, seconds = run.queued.request.model, now_s - run.started_at_s
         steps = self._steps.get(self._speed_name(model), 0.0) - run.steps_before

@@ -19,7 +19,7 @@ SPREAD_LEAST = 1e-9  # relative spread of prompts, and variance of log forecasts
 class Moments:
     """Means and centred products of quantities of answers, whose weights decay.
 
-    FIT_EVERY answers are added at once: one by one they would cost most of the time that is spent on an answer.
+    FIT_EVERY answers are added at once; single additions would cost most of the time spent on an answer.
     memory : answers after which an observation's weight has fallen to a third.
 
     count     weight of all added answers
@@ -81,7 +81,7 @@ class Calibration:
 class PromptTime:
     """Seconds that a slot spends on each token of a prompt, learnt from answers.
 
-    The seconds of an answer are regressed on its tokens and on those of its prompt, with an overhead, by least squares.
+    The seconds of an answer are regressed on the tokens of answer and prompt, with an overhead, by least squares.
     A few prompts are far longer than most: lest chance give them much time, the slope is less CERTAIN standard errors.
     memory : answers after which an observation's weight has fallen to a third.
 
@@ -122,8 +122,8 @@ class PromptTime:
 class WaitTail:
     """The decay of the tail of the wait, if requests were served first come, first served.
 
-    Such a wait is the work that waits at an arrival, over the slots that serve it. Every order that leaves no slot
-    empty has nearly the same work, so an order that goes by this tail hardly changes it. Near capacity waits w > 0 are
+    Such a wait is the waiting work at an arrival, over the slots. The work is nearly the same under every order that
+    leaves no slot empty, so an order that goes by this tail hardly changes the tail. Near capacity waits w > 0 are
     exponential (Kingman), and then E[w²] / (2 E[w]) is their mean, however many requests need not wait; the squares
     give most weight to the long waits.
 

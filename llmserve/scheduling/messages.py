@@ -45,12 +45,12 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
     output_tokens  tokens generated per choice, 0 when unknown; a simulation may use fractions
     fault          whether the failure was the engine's fault, not the client's
-    retryable      whether its client has received no byte yet, so that it may run elsewhere after a fault
-    refused        whether the engine has declined to run it, and another may: it runs on each of the others before it
-                   fails. Such a request is retryable
-    rest_s         how long the engine takes no more requests of the model, while others do; 0: it does not say;
-                   None: this request says nothing about others
-    no_socket      whether this server had no socket for it: `cancelled`, for that says nothing about the engine
+    retryable      whether the client has received no byte yet, so that the request may run elsewhere after a fault
+    refused        whether the engine has declined the request. A refused request is retryable: each other engine is
+                   tried before the request fails
+    rest_s         how long the engine takes no more requests of the model, while others do; 0: the engine does not say;
+                   None: the end says nothing about other requests
+    no_socket      whether this server had no socket for the request: `cancelled`, which says nothing about the engine
     """
 
     engine: str
@@ -77,7 +77,7 @@ class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ForecastsRevised(msgspec.Struct, frozen=True, tag=True):
-    """Answers have taught the predictor: these requests get other forecasts, and the places that follow from them.
+    """Answers have taught the predictor: these requests get new forecasts and are re-queued accordingly.
 
     Requests keep their arrival times, their deadlines and their ageing. Requests that run, and unknown ids, are
     ignored: such requests started or ended while they were forecast again.
@@ -111,7 +111,7 @@ class BatchEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineExpected(msgspec.Struct, frozen=True, tag=True):
-    """An engine will be ready, and requests wait for it. One that was never ready may serve any model until it is."""
+    """An engine will be ready, and requests wait for it. A new engine may serve any model until it is ready."""
 
     engine: EngineInfo
 
@@ -135,8 +135,8 @@ class EngineClosed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
     """An engine and its running requests are gone; no further event reports these requests.
 
-    answered  ids of its requests whose clients have received bytes, so that they cannot run again
-    planned   whether its operator restarts the engine
+    answered  ids of requests that cannot run again, because their clients have received bytes
+    planned   whether the operator restarts the engine
     expected  as in EngineClosed
     """
 
@@ -185,7 +185,7 @@ class Tuned(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServedElsewhere(msgspec.Struct, frozen=True, tag=True):
-    """What the servers of other groups have served the shares of a model: those that wait here are charged with it.
+    """Service of a model's shares by the servers of other groups, charged to the shares that wait here.
 
     tokens : weighted (scheduling/fair.py), by share; of at most SHARES_MAX shares, else ValueError
     """
@@ -287,9 +287,9 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ReportDue(msgspec.Struct, frozen=True, tag=True):
-    """Report that a line of a job counts as an online request of its share from now on.
+    """Report that an item of a batch job counts as an online request of its share from now on.
 
-    Its latest start has come, or it ran in vain: its engine failed, or its whole batch was preempted.
+    The latest start has come, or the run was in vain: the engine failed, or the whole batch was preempted.
     """
 
     request_id: int

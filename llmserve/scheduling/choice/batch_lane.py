@@ -1,18 +1,18 @@
-"""Items of batch jobs: they take the slots that online requests leave.
+"""Items of batch jobs, which take the slots that online requests leave.
 
-An item waits apart from the queues of its model until one of these:
+An item waits apart from the queues of the model until it
 
-    it starts      a slot is free, no waiting request could take the slot, and the reserve stays free (spare_choice.py).
-                   What nobody else wanted costs the item's share nothing.
-    it is due      its latest start has come by the forecasts. From now on it is an online request of its share.
-    it is late     its window has closed.
+    starts      A slot is free, no waiting request could take the slot, and the reserve stays free (spare_choice.py).
+                The item's share pays nothing for a slot that nobody else wanted.
+    is due      The latest start has come by the forecasts. From now on the item is an online request of the share.
+    is late     The window has closed.
 
-The latest start of an item is the end of its window less the time that the item takes alone, if it is as long as its
-forecast allows. An item is also due when it and all items before it, and the rest of its job, would end after its
-window at the share's present slots: those that the share would get if all shares that wait now went on waiting.
+The latest start of an item is the end of the window less the time for the item alone, at the longest length that the
+forecast allows. An item is also due when the item and everything before it, or the rest of the job, would miss the end
+of the window at the share's current slot allotment: the slots of the share if all waiting shares went on waiting.
 
-An online request that finds no slot stops the item that has begun last, for that item has least to lose (--line-stops).
-The stopped item waits again, as the first of its window.
+An online request that finds no slot stops the youngest running item, which has least to lose (--line-stops). The
+stopped item waits again, as the first of its window.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class ItemStops:
             self._book.actions.append(PreemptBatch(run.engine, run.batch_id, (run.queued.request.id,)))
 
     def _may_stop(self, run: Run) -> bool:
-        """An item that would end after its window if it began anew goes on."""
+        """Whether a running item may be stopped: it could still end in its window after a new start."""
         item, queues = run.queued.request, self._book.queues_of(run.queued)
         if run.stopping or run.began or run.queued.cancelled:
             return False
@@ -262,8 +262,8 @@ class ItemStops:
 
 
 def _latest_starts_together_s(queues: ModelQueues, row: Row, tokens: Sequence[float]) -> list[float]:
-    """When each item of a row must be promoted, so that it and all items before it, and the rest of its job, end in its
-    window at the share's present slots. tokens : of each item
+    """When each item of a row is due together with everything before it: from this time on the item, or the rest of the
+    job, would miss the end of the window at the share's current slot allotment. tokens : of each item
     """
     per_token_s = queues.service.seconds_per_token
     shared_s = [per_token_s / _slots_of(queues, item) for *_, item in row]  # seconds a token, of each item
@@ -277,6 +277,6 @@ def _latest_starts_together_s(queues: ModelQueues, row: Row, tokens: Sequence[fl
 
 
 def _slots_of(queues: ModelQueues, item: Request) -> float:
-    """Slots that the item's share would get if each share that waits now waited on."""
+    """The item's share's slot allotment: its slots if all waiting shares went on waiting."""
     others = sum([share.weight for share in queues.fair if share.name != item.share])
     return queues.all_slots * item.weight / (item.weight + others)

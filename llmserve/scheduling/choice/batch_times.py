@@ -53,8 +53,8 @@ class Timetable:
         self._times: dict[tuple[str, str, int], tuple[Tokens, EngineInfo, float, BatchTimes, BatchTimes]] = {}
 
     def late_at_s(self, queued: QueuedRequest, engines: Sequence[EngineState], least: float, now_s: float) -> float:
-        """Time from which a request with a deadline is late: it could not be in time even if it started at once, alone,
-        on the fastest of these engines, with an answer as short as the shortest of its bin or of its own prediction.
+        """Time from which a request with a deadline is late. A late request could not be in time even if it started at
+        once, alone, on the fastest of these engines, with the shortest answer of its bin or of its own prediction.
 
         least : output tokens of the shortest answers of its bin
         """

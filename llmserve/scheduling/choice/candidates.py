@@ -16,7 +16,7 @@ from llmserve.scheduling.queues.waiting import FormedBatch, Run
 
 
 class Whose(NamedTuple):
-    """Whose requests a batch must hold: one of the share's, or as many as wait and have room in it (every)."""
+    """The share of which a batch must hold requests: one, or as many as wait and have room in the batch (every)."""
 
     share: Share
     every: bool
@@ -26,7 +26,7 @@ class Opening(NamedTuple):
     """An engine that could start a batch now.
 
     room      requests that the engine has, or would have, room for
-    by_least  whether batches are judged by the shortest answer lengths instead of the average ones
+    by_least  whether batch times assume the shortest answers, instead of average ones
     whose     requests that the batch must hold; None: any
     running   a batch on the engine that could be stopped for the new one
     at_least  smallest useful size of the new batch, requests of `running` included
@@ -79,7 +79,7 @@ class Candidates:
         return min(self._forming.batch_size, opening.room)
 
     def of(self, queues: ModelQueues, opening: Opening) -> Iterator[Candidate]:
-        """One candidate for each bin that its release lets go now, and one for each formed batch."""
+        """A candidate for each bin with requests that the release lets go now, and for each formed batch."""
         most = 1 if opening.one_of_share is not None else self.most(opening)
         formed = self._formed_for(opening.share, queues) if queues.formed else ()
         for batch in formed:
@@ -105,7 +105,7 @@ class Candidates:
         return Candidate(opening.engine, queues.model, row, times_s, min(most, len(times_s)), len(row), batch=batch)
 
     def _of_bins(self, queues: ModelQueues, opening: Opening, most: int) -> Iterator[Candidate]:
-        """A candidate for each bin that its release lets go, the shortest answers first."""
+        """A candidate for each bin with requests that the release lets go, the shortest answers first."""
         engine, runs, whose = opening.engine, opening.runs_of(queues.model), opening.whose
         within = opening.share if opening.one_of_share is None else None
         held = whose.share.waiting if whose is not None and whose.every else 1

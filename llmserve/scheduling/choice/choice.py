@@ -68,7 +68,7 @@ class Choice:
     def _willing(
         self, queues: ModelQueues, batch: FormedBatch, engines: Sequence[EngineState]
     ) -> Sequence[EngineState]:
-        """Of these engines, those that the batch does not avoid while another works, and whose circuit takes it."""
+        """The engines, of these, whose circuit takes the batch, without the avoided engines while another works."""
         if batch.avoid and self._others_work(queues, batch):
             engines = [engine for engine in engines if engine.info.name not in batch.avoid]
         return [e for e in engines if e.circuit.closed or not e.circuit.refuses(batch, self._now_s)]

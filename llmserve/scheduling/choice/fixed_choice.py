@@ -23,8 +23,8 @@ class FixedChoice(Choice):
     """Chooses the batches that start in one dispatch of a group, by a fixed order.
 
     Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
-    for room blocks all engines that serve its model, so that large batches do not wait for ever; one that needs more
-    than its fair share of their memory blocks one of them, whose memory token the batch gets (memory.py).
+    for room blocks all engines of the model, so that large batches do not wait for ever. A batch that needs more than a
+    fair share of the memory blocks a single engine, and gets this engine's memory token (memory.py).
     """
 
     def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
@@ -162,7 +162,9 @@ class FixedChoice(Choice):
         return chosen
 
     def _shares_in_order(self, fair: FairShares, members: Sequence[ModelQueues]) -> Iterator[Share]:
-        """The shares that compete, the least served first, after the last one if its next prompt begins as the last."""
+        """The shares that compete, the least served first. The share served last comes before these if its next prompt
+        has the same prefix.
+        """
         last = fair.last
         if last is not None and last.waiting and last.prefixes:
             batches = [queues.formed.first(self._skipped, last) for queues in members]
@@ -238,7 +240,7 @@ class FixedChoice(Choice):
         return self.idle(queues)
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
-        """Whether no engine has room but those that failed the batch, while another works, and those on trial."""
+        """Whether only engines on trial have room, or engines that failed the batch, while another works."""
         engines = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
         if self._willing(queues, batch, engines):
             return False

@@ -102,7 +102,7 @@ class MomentChoice(Choice):
         return self._best_for(queues, first, (candidate.engine,)) is not None
 
     def passes(self, candidate: Candidate) -> bool:
-        """Skip a candidate that cannot start now, with all large ones of its share: others may pass them.
+        """Skip a candidate that cannot start now, with all large candidates of the same share: others may pass.
 
         False: the candidate blocks the engine: it needs no more than its fair share of the memory, or has the token.
         """

@@ -7,7 +7,7 @@ Multi-Bin Batching. An order of the moment decides when an engine is free, by wh
     shortest   shortest predicted first, with ageing
     boost      earliest arrival less a boost, which is large for short answers and follows the load   (generalized c mu)
     edf        earliest deadline first
-    clockwork  the earliest deadline that can be met, in the largest batch that meets it         (Shepherd, Section 7)
+    clockwork  the earliest deadline that can be met, in the largest batch in time               (Shepherd, Section 7)
     flex       the largest batch that can be in time; it preempts far smaller batches            (Shepherd, Section 5.2)
 """
 
@@ -399,8 +399,8 @@ def _urgency(candidate: Candidate, now_s: float) -> Key:
     """Which of equally large candidates is first where slots refill: overloaded bins, the shortest answers first, then
     the others by deadline.
 
-    A bin is overloaded when its requests and those of shorter bins, on all slots, take longer than its first request
-    can wait. Then some will be late, fewest if the shortest go first. Other bins lose nothing by waiting.
+    A bin is overloaded when the requests of the bin and of shorter bins, on all slots, take longer than the bin's first
+    request can wait. Then some will be late, fewest if the shortest go first. Other bins lose nothing by waiting.
     """
     first_s, queue = candidate.first(now_s).deadline_s, candidate.queue
     waiting = len(queue) + sum([len(shorter) for shorter in candidate.shorter])

@@ -93,7 +93,7 @@ class FormedQueue:
         self._note_only()
 
     def set_apart(self, batch: FormedBatch) -> FormedBatch:
-        """Move a batch to the returned ones, so that fresh batches can start before it. Returns the batch."""
+        """Move a batch to the returned batches, so that fresh ones can overtake. Returns the batch."""
         if batch.serial:
             batch.leave_entry()
             self._returned.append(batch)
@@ -102,7 +102,7 @@ class FormedQueue:
         return batch
 
     def set_apart_large(self, batch: FormedBatch) -> bool:
-        """Move a batch to the large ones, so that others can start before it. False: it is not the first of these."""
+        """Move a batch to the large batches, so that others can overtake. False: another large batch is first."""
         if batch.serial and not batch.large:
             self._enter(batch, large=True)
             self._drop_void(batch.share)

@@ -330,7 +330,7 @@ class FormedBatch:
     # ---- its requests ----
 
     def hold(self) -> None:
-        """Note in its requests that they wait in this batch."""
+        """Tell the requests that they wait in this batch."""
         for queued in self.requests.values():
             queued.formed = self
 
@@ -375,7 +375,7 @@ class FormedBatch:
         return self.share
 
     def come_back(self, engine: str) -> None:
-        """Avoid an engine that failed, refused or lost the batch, and each that has refused one of its requests."""
+        """Avoid an engine that failed, refused or lost the batch, and the engines that have refused its requests."""
         self.avoid = frozenset((engine,)).union(*[queued.refused_by for queued in self.requests.values()])
         self.join_least_served()
 
