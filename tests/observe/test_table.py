@@ -22,12 +22,13 @@ from llmserve.settings.policies import SchedulingConfig
 
 
 def text_of_everything() -> str:
-    """/metrics of a server with a plan, energy, a state, keys, connections and jobs."""
+    """/metrics of a server with a plan, energy, a state, keys, connections, jobs and a webhook."""
     scheduling = SchedulingConfig(release="table").resolved(barrier=True)
     header, profile = Header(scheduling), resolve("p4-googlenet")
     cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
     families = Families(TABLE)
     KeyUsage(lambda: cluster.models, families)
+    families.counter("llmserve_batch_webhooks")
     saver: Any = SimpleNamespace(last=SimpleNamespace(at_s=1.0, seconds=0.1, size=10), failures=0)
     metrics = Metrics(cluster, 8, [ModelledEnergy({"": profile})], saver=saver, families=families)
     metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
