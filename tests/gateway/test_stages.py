@@ -109,7 +109,7 @@ def test_a_gateway_that_asks_for_itself_has_no_key_and_its_own_headers() -> None
     assert draft.terms == Terms(stream_name="own", slo_s=9.0)
 
 
-@pytest.mark.parametrize("header", ["", "{", '{"weight":"x"}'])
+@pytest.mark.parametrize("header", ["", "{", '{"weight":"x"}', '{"key":"\xe9"}'])
 def test_a_header_that_no_gateway_writes_is_refused(header: str) -> None:
     with pytest.raises(BadRequest, match=ASKER_HEADER):
         forwarded_identity(Draft(CHAT, {ASKER_HEADER: header}))
