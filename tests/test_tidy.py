@@ -60,15 +60,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the predictor, which all rooms may use
 PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
 
-UPWARD: tuple[tuple[str, str], ...] = (
-    ("llmserve.gateway.app", "llmserve.jobs.endpoints"),
-    ("llmserve.gateway.app", "llmserve.web.admin"),
-    ("llmserve.gateway.app", "llmserve.web.browsers"),
-    ("llmserve.gateway.app", "llmserve.web.cors"),
-    ("llmserve.gateway.app", "llmserve.web.page"),
-    ("llmserve.gateway.app", "llmserve.web.state"),
-    ("llmserve.web.admin", "llmserve.machines.peers"),
-)
+UPWARD: tuple[tuple[str, str], ...] = (("llmserve.web.admin", "llmserve.machines.peers"),)
 """Imports from a higher floor, or between rooms of one floor."""
 
 CIRCLES: tuple[tuple[str, ...], ...] = (

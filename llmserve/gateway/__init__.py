@@ -2,8 +2,8 @@
 
 agent_bodies   : the bodies of /v1/responses and /v1/messages, which agent programs send
 aliases        : other names of models, each with the models that stand behind it
+api_document   : parts of the document of the server's API that FastAPI cannot make itself
 answers        : responses that the front-end itself makes
-app            : the HTTP application
 bodies         : the JSON bodies of clients
 completions    : requests that engines answer
 content_coding : bodies that clients have packed
@@ -12,9 +12,7 @@ endpoints      : the endpoints that are passed to engines
 fitting        : refuses requests that no engine can ever serve, by what is certain before they run
 keep_alive     : what a stream says before the engine does
 parse          : reads a client's request into a draft
-part           : where the server listens
-paths          : which paths there are
+part           : where the server listens, and how requests for engines are admitted
 prompts        : what is read of a prompt, in each form in which clients send it
-responses      : responses that engines keep
 stages         : the life of a call until it is queued, as a list of stages that may each refuse
 """

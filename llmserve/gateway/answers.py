@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
+from llmserve.calls.client_request import ClientExchange
 from llmserve.errors import (
     BadRequest,
     BodyTooLarge,
@@ -18,7 +21,10 @@ from llmserve.errors import (
     Unavailable,
 )
 from llmserve.http.errors import Refusal
+from llmserve.http.exchange import Answer
 from llmserve.wire.answer_forms import AnswerForm
+
+log = logging.getLogger("llmserve")
 
 REFUSALS = {
     kind.status: kind
@@ -56,3 +62,30 @@ def error_of(refusal: Refusal) -> RequestError:
         code=CODES.get(refusal.reason, refusal.reason),
         retry_after_s=refusal.retry_after_s,
     )
+
+
+class Refusals:
+    """What clients are told of errors. count : called with the code of each request that is refused"""
+
+    def __init__(self, count: Callable[[str], None]) -> None:
+        self._count = count
+
+    def answer(self, error: Exception, exchange: ClientExchange | None) -> Answer:
+        """The answer to a request that is refused; it is counted, if it was one."""
+        if exchange is None:
+            assert isinstance(error, Refusal), "only connections are refused without a request"
+            return error_parts(error_of(error))
+        known = self.known(error, exchange.method, exchange.path, exchange.state.key)
+        if not exchange.started:
+            exchange.state.error = known
+        return error_parts(known, exchange.state.form)
+
+    def known(self, error: Exception, method: str, path: str, key: str = "") -> RequestError:
+        """Count a refusal. An error that is not meant for clients is logged, and becomes one that is."""
+        if isinstance(error, Refusal):
+            error = error_of(error)
+        if not isinstance(error, RequestError):
+            log.error("%s %s failed", method, path, exc_info=error, extra={"fields": {"key": key} if key else {}})
+            error = RequestError("the front-end failed on this request", code="internal_error")
+        self._count(error.code or error.type)
+        return error

@@ -1,20 +1,29 @@
-"""Where the server listens."""
+"""Where the server listens, and how requests for engines are admitted."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
+from fastapi import APIRouter
+
+from llmserve.calls.client_request import ClientExchange
 from llmserve.errors import ConfigError, ListenError
+from llmserve.gateway.aliases import Aliases
+from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.stages import Admission, of_clients, of_gateways
 from llmserve.http import accepting
 from llmserve.http.accepting import base_url
+from llmserve.http.exchange import BodySink
 from llmserve.http.proxies import TrustedProxies
 from llmserve.http.server import is_loopback
+from llmserve.live.cluster import LiveCluster
 from llmserve.part import Part, Server
-from llmserve.settings.tree import Config
+from llmserve.settings.tree import Config, aliases_of
 from llmserve.tenants.keys import keys_of
+from llmserve.tenants.limits import KeyLimits
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,6 +38,44 @@ class Listening:
     @property
     def url(self) -> str:
         return base_url(self.clients)
+
+
+Upload = Callable[[ClientExchange], BodySink]
+"""What takes the body of a request whose head has arrived. Raises RequestError."""
+
+
+@dataclass
+class OwnApi:
+    """The server's own API, to which parts add their paths.
+
+    routers  one of each room.  uploads : by the path to which their bodies are sent
+    """
+
+    routers: list[APIRouter] = field(default_factory=list)
+    uploads: dict[str, Upload] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Admissions:
+    """The stages of requests for engines, to which parts add theirs: of clients, and of gateways in front of them."""
+
+    clients: Admission
+    gateways: Admission
+
+
+class Admitting(Part):
+    """The stages of requests for engines."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, server: Server) -> AsyncIterator[None]:
+        cluster, key_limits, config = server.get(LiveCluster), server.get(KeyLimits), server.config
+        cluster.routes.paths = tuple(ENDPOINTS)
+        cluster.routes.has_keys = lambda: key_limits.keys.required
+        names = aliases_of(config.engines.alias)
+        aliases = server.add(Aliases(names, cluster.fleet.is_up))
+        clients = of_clients(cluster, key_limits, config.limits, aliases if names else None)
+        server.add(Admissions(clients, of_gateways(clients, cluster, aliases if names else None)))
+        yield
 
 
 class Sockets(Part):
@@ -51,6 +98,7 @@ class Sockets(Part):
             if settings.metrics_port is not None:
                 state = stack.enter_context(listening_socket(settings.metrics_host or LOOPBACK, settings.metrics_port))
             server.add(Listening(clients, state))
+            server.add(OwnApi())
             yield
 
 

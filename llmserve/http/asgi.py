@@ -73,7 +73,7 @@ def _scope(exchange: Exchange[Any]) -> dict[str, Any]:
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.0" if exchange.old else "1.1",
-        "method": exchange.method,
+        "method": "GET" if exchange.method == "HEAD" else exchange.method,  # the exchange sends no body to a HEAD
         "scheme": "http",
         "path": exchange.path,
         "raw_path": exchange.path.encode("latin-1", "replace"),

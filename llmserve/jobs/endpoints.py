@@ -13,17 +13,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from llmserve.errors import BadRequest, BodyTooLarge, NotFound, RequestError, Unavailable
-from llmserve.gateway.answers import error_response, json_response
+from llmserve.gateway.answers import json_response
+from llmserve.gateway.api_document import json_body
 from llmserve.gateway.bodies import BodyLimits, read_body
 from llmserve.gateway.endpoints import BATCH_PATHS
 from llmserve.http.exchange import Exchange
 from llmserve.jobs.sums import JobSums
-from llmserve.tenants.authentication import Keys
+from llmserve.tenants.guards import Guard, key_of
 from llmserve.wire.json_text import without_bom
 
 if TYPE_CHECKING:
@@ -36,21 +37,42 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 LIST_MAX, FILES_LIST_MAX = 100, 10_000
 CHUNK_BYTES = 256 << 10
 IDEMPOTENCY_CHARS_MAX = 255
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+"""The body of an upload, in the document of the API."""
 
 
 class NoBatches:
     """The endpoints of a server without a store: each refuses."""
 
-    def add_to(self, app: FastAPI) -> None:
+    def __init__(self) -> None:
+        self.router = APIRouter(include_in_schema=False)
         for path in (FILES, BATCHES):
             for tail in ("", "/{rest:path}"):
-                app.add_route(path + tail, self._answer, methods=["GET", "POST", "DELETE"])
+                self.router.add_api_route(path + tail, self._answer, methods=["GET", "POST", "DELETE"])
 
     def upload(self, exchange: Exchange[Any]) -> Upload:
         """Refuse every upload before its body."""
         raise _no_store()
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self) -> Response:
         raise _no_store()
 
 
@@ -64,41 +86,44 @@ class BatchEndpoints:
     sums : of the batches of all keys, for the page
     """
 
-    def __init__(self, jobs: JobService, keys: Keys) -> None:
+    def __init__(self, jobs: JobService, client_key: Guard) -> None:
         self.sums = JobSums(jobs)
         self._jobs = jobs
-        self._keys = keys
+        self._client_key = client_key
+        self.router = APIRouter(dependencies=[Depends(_while_the_store_works)])
+        self._add_routes(client_key)
 
-    def add_to(self, app: FastAPI) -> None:
-        from sqlalchemy.exc import SQLAlchemyError
+    def _add_routes(self, client_key: Guard) -> None:
+        from llmserve.jobs.objects import NewBatch
 
-        app.add_exception_handler(SQLAlchemyError, _on_store_error)
-        app.add_route(FILES, self.add_file, methods=["POST"])
-        app.add_route(FILES, self.list_files, methods=["GET"])
-        app.add_route(FILES + "/{file_id}", self.file, methods=["GET"])
-        app.add_route(FILES + "/{file_id}", self.delete_file, methods=["DELETE"])
-        app.add_route(FILES + "/{file_id}/content", self.content, methods=["GET"])
-        app.add_route(BATCHES, self.create, methods=["POST"])
-        app.add_route(BATCHES, self.list_batches, methods=["GET"])
-        app.add_route(BATCHES + "/{batch_id}", self.batch, methods=["GET"])
-        app.add_route(BATCHES + "/{batch_id}/cancel", self.cancel, methods=["POST"])
+        add = self.router.add_api_route
+        files: Any = {"tags": ["files"], "dependencies": [Depends(client_key)]}
+        batches: Any = {"tags": ["batches"], "dependencies": [Depends(client_key)]}
+        add(FILES, self.add_file, methods=["POST"], tags=["files"], openapi_extra=UPLOAD)  # `upload` asks for the key
+        add(FILES, self.list_files, **files)
+        add(FILES + "/{file_id}", self.file, **files)
+        add(FILES + "/{file_id}", self.delete_file, methods=["DELETE"], **files)
+        add(FILES + "/{file_id}/content", self.content, **files)
+        new: Any = {**batches, "dependencies": [Depends(client_key.with_body)], "openapi_extra": json_body(NewBatch)}
+        add(BATCHES, self.create, methods=["POST"], **new)
+        add(BATCHES, self.list_batches, **batches)
+        add(BATCHES + "/{batch_id}", self.batch, **batches)
+        add(BATCHES + "/{batch_id}/cancel", self.cancel, methods=["POST"], **batches)
 
     def upload(self, exchange: Exchange[Any]) -> Upload:
         """What takes the body of an upload whose head has arrived. Raises RequestError."""
         from llmserve.jobs.uploads import Upload
 
-        key = self._keys.authenticate(exchange.headers.get("authorization"))
+        key = self._client_key.check(exchange.headers)
         length = exchange.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > Upload.bytes_max:
             raise BodyTooLarge(f"the body is larger than {Upload.bytes_max:,} bytes")
         return Upload(exchange.headers.get("content-type", ""), partial(self._jobs.new_file, key), key)
 
-    def _key(self, request: Request) -> str:
-        return self._keys.authenticate(request.headers.get("authorization"))
-
     # ---- files ----
 
     async def add_file(self, request: Request) -> Response:
+        """Upload an input file."""
         upload: Upload = request.scope["exchange"].sink
         file = await upload.finish()
         try:
@@ -111,7 +136,8 @@ class BatchEndpoints:
         return json_response(row.shown())
 
     async def list_files(self, request: Request) -> Response:
-        key, query = self._key(request), request.query_params
+        """The files of the key: `after`, `limit`, `order` and `purpose` as OpenAI's."""
+        key, query = key_of(request), request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise BadRequest("`order`: must be asc or desc", param="order", code="invalid_value")
@@ -125,16 +151,19 @@ class BatchEndpoints:
         return _page([row.shown() for row in rows], more)
 
     async def file(self, request: Request) -> Response:
-        row = await self._jobs.files.file(self._key(request), request.path_params["file_id"])
+        """What is known of a file."""
+        row = await self._jobs.files.file(key_of(request), request.path_params["file_id"])
         return json_response(row.shown())
 
     async def delete_file(self, request: Request) -> Response:
+        """Delete a file."""
         file_id = request.path_params["file_id"]
-        await self._jobs.delete_file(self._key(request), file_id)
+        await self._jobs.delete_file(key_of(request), file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
-        row, parts = await self._jobs.content(self._key(request), request.path_params["file_id"])
+        """The bytes of a file."""
+        row, parts = await self._jobs.content(key_of(request), request.path_params["file_id"])
         files = [(path.open("rb"), size) for path, size in parts]  # open, the bytes stay when the file is deleted
         headers = {"content-length": str(row.bytes)}
         return StreamingResponse(_chunks(files), headers=headers, media_type="application/octet-stream")
@@ -142,9 +171,10 @@ class BatchEndpoints:
     # ---- batches ----
 
     async def create(self, request: Request) -> Response:
+        """Make a batch of an input file. A request with the Idempotency-Key of an earlier one gets its batch."""
         from llmserve.jobs.objects import NewBatch
 
-        key, body = self._key(request), await request.body()
+        key, body = key_of(request), await request.body()
         new, _ = read_body(msgspec.json.Decoder(NewBatch), without_bom(body), BodyLimits())
         if new.endpoint not in BATCH_PATHS:
             raise BadRequest(
@@ -157,17 +187,20 @@ class BatchEndpoints:
         return json_response(self._jobs.shown(row))
 
     async def batch(self, request: Request) -> Response:
-        row = await self._jobs.batches.batch(self._key(request), request.path_params["batch_id"])
+        """How far a batch is, and when it will end."""
+        row = await self._jobs.batches.batch(key_of(request), request.path_params["batch_id"])
         return json_response(self._jobs.shown(row))
 
     async def list_batches(self, request: Request) -> Response:
-        key, query = self._key(request), request.query_params
+        """The batches of the key, the newest first."""
+        key, query = key_of(request), request.query_params
         limit = _limit(query.get("limit"), 20, LIST_MAX)
         rows, more = await self._jobs.batches.list_batches(key, after=query.get("after"), limit=limit)
         return _page([self._jobs.shown(row) for row in rows], more)
 
     async def cancel(self, request: Request) -> Response:
-        row = await self._jobs.cancel(self._key(request), request.path_params["batch_id"])
+        """Cancel a batch: what has been answered is kept."""
+        row = await self._jobs.cancel(key_of(request), request.path_params["batch_id"])
         return json_response(self._jobs.shown(row))
 
 
@@ -190,10 +223,15 @@ def _checked(fields: dict[str, str]) -> int | None:
         raise BadRequest(f"`expires_after`: {error}", param="expires_after", code="invalid_value") from None
 
 
-async def _on_store_error(request: Request, error: Exception) -> Response:
+async def _while_the_store_works() -> AsyncIterator[None]:
     """Tell clients that the store cannot be used now."""
-    log.error("the store of batch jobs failed: %s", error)
-    return error_response(Unavailable("the store cannot be used now", code="store_unavailable", retry_after_s=5.0))
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except SQLAlchemyError as error:
+        log.error("the store of batch jobs failed: %s", error)
+        raise Unavailable("the store cannot be used now", code="store_unavailable", retry_after_s=5.0) from error
 
 
 def _limit(text: str | None, default: int, most: int) -> int:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from llmserve.errors import ConfigError
 from llmserve.gateway.parse import limits_of
+from llmserve.gateway.part import OwnApi
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.part import Part, Server
 from llmserve.settings.tree import Config
+from llmserve.tenants.guards import client_key
 from llmserve.tenants.limits import KeyLimits
 from llmserve.tenants.shares import shared_by
 
@@ -44,11 +46,21 @@ class Jobs(Part):
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
+        from llmserve.jobs.endpoints import FILES, BatchEndpoints, NoBatches
+
+        api = server.get(OwnApi)
         if not has_store(server.config):
+            nothing = NoBatches()
+            api.routers.append(nothing.router)
+            api.uploads[FILES] = nothing.upload
             yield
             return
         async with _service(server) as service:
             server.add(service)
+            batches = BatchEndpoints(service, client_key(server.get(KeyLimits).keys))
+            server.add(batches.sums)
+            api.routers.append(batches.router)
+            api.uploads[FILES] = batches.upload
             yield
 
     @contextlib.asynccontextmanager

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from llmserve.engines.part import Engines
 from llmserve.forecasts.part import Predictors, State
-from llmserve.gateway.part import Sockets
+from llmserve.gateway.part import Admitting, Sockets
 from llmserve.jobs.part import Jobs
 from llmserve.live.part import Live
 from llmserve.observe.part import AccessLog, Energy, Measurements, Traces, Usage
 from llmserve.part import Part
 from llmserve.planning.part import Plan, Regrouping
-from llmserve.server.gateway import Gateway
 from llmserve.tenants.part import KeyFiles, Keys
+from llmserve.web.part import Front, OwnPaths, Page
 from llmserve.webhook.part import Webhook
 
 Parts = tuple[Part | tuple[Part, ...], ...]
@@ -32,9 +32,12 @@ PARTS: Parts = (
     Energy(),
     Measurements(),
     Keys(),
+    Admitting(),
     Jobs(),
     Webhook(),
     Traces(),
     AccessLog(),
-    Gateway(),
+    Page(),
+    OwnPaths(),
+    Front(),
 )

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.errors import BadRequest, ConfigError, NotFound
 from llmserve.gateway.answers import json_response
+from llmserve.gateway.api_document import json_body
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.engine_state import Happening, refusal
 from llmserve.live.handle import EngineHandle
-from llmserve.machines.peers import Peers
-from llmserve.tenants.authentication import Keys
+from llmserve.machines.peers import Peers, ToServer
+from llmserve.tenants.guards import Guard
 from llmserve.tenants.limits import KeyLimits
 
 ORDERS = {"drain": Happening.DRAIN, "resume": Happening.RESUME, "restart": Happening.RESTART}
@@ -26,32 +28,40 @@ ORDERS = {"drain": Happening.DRAIN, "resume": Happening.RESUME, "restart": Happe
 class AdminEndpoints:
     """The endpoints below /admin.
 
-    keys    the admin keys; None: every request gets status 404
     limits  of the clients' keys
     reload  reads keys, limits and engines again. Raises ConfigError
     """
 
     def __init__(
-        self, cluster: LiveCluster, keys: Keys | None, limits: KeyLimits, reload: Callable[[], Awaitable[None]]
+        self, cluster: LiveCluster, admin_key: Guard, limits: KeyLimits, reload: Callable[[], Awaitable[None]]
     ) -> None:
         self._cluster = cluster
         self._fleet = cluster.fleet
-        self._keys = keys
         self._limits = limits
         self._reload = reload
         self._peers = Peers(cluster, limits)
+        key = [Depends(admin_key)]
+        self.router = router = APIRouter(prefix="/admin", tags=["admin"])
+        router.add_api_route("/queue", self.list_waiting, dependencies=key)
+        router.add_api_route("/engines", self.list_engines, dependencies=key)
+        router.add_api_route("/usage", self.usage, dependencies=key)
+        router.add_api_route("/reload", self.reload, methods=["POST"], dependencies=key)
+        peers = [Depends(admin_key.with_body)]
+        router.add_api_route(
+            "/peers", self.peers, methods=["POST"], dependencies=peers, openapi_extra=json_body(ToServer)
+        )
+        router.add_api_route("/engines/{name:path}/{order}", self.engine_action, methods=["POST"], dependencies=key)
 
-    async def list_engines(self, request: Request) -> Response:
-        self._admit(request)
+    async def list_engines(self) -> Response:
+        """The engines, and what each is doing."""
         return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
 
-    async def list_waiting(self, request: Request) -> Response:
-        self._admit(request)
+    async def list_waiting(self) -> Response:
+        """The requests that wait, in the order in which they would start."""
         return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.estimator.rows()})
 
     async def engine_action(self, request: Request) -> Response:
-        """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""
-        self._admit(request)
+        """Drain, resume or restart an engine. A restart is still in progress at the answer: see the list of engines."""
         name, order = request.path_params["name"], request.path_params["order"]
         handle = self._fleet.handles.get(name)
         if handle is None:
@@ -70,31 +80,23 @@ class AdminEndpoints:
             self._fleet.restart(handle)
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
 
-    async def usage(self, request: Request) -> Response:
+    async def usage(self) -> Response:
         """What keys have used since the start, and what is spent of their budgets."""
-        self._admit(request)
         limits = self._limits
         budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
         return json_response({"usage": limits.usage.shown() if limits.usage is not None else [], "budgets": budgets})
 
     async def peers(self, request: Request) -> Response:
         """Take this server's parts of the limits; tell the controller of the cluster what came since the last time."""
-        self._admit(request)
         return json_response(self._peers.exchange(await request.body()))
 
-    async def reload(self, request: Request) -> Response:
+    async def reload(self) -> Response:
         """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""
-        self._admit(request)
         try:
             await self._reload()
         except ConfigError as error:
             raise BadRequest(str(error), code="configuration") from error
         return json_response({"engines": sorted(self._fleet.handles)})
-
-    def _admit(self, request: Request) -> None:
-        if self._keys is None:
-            raise NotFound("/admin is disabled: start the server with --admin-key-file FILE to enable it")
-        self._keys.authenticate(request.headers.get("authorization"))
 
     def _describe(self, handle: EngineHandle) -> dict[str, Any]:
         """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""

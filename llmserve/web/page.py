@@ -10,15 +10,14 @@ from collections.abc import AsyncIterator
 from importlib import resources
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from llmserve.errors import NotFound, Unauthorized
 from llmserve.jobs.sums import JobSums
 from llmserve.observe.watch import Watch
 from llmserve.runtime.lasting import lasting
-from llmserve.tenants.authentication import Keys
+from llmserve.tenants.guards import Guard
 from llmserve.wire.headers import STREAM_HEADERS
 
 EVERY_S = 1.0
@@ -40,49 +39,30 @@ HEADERS = {
 class PageEndpoints:
     """The page's files are for everybody, the events for whoever has an admin key, if clients need keys.
 
-    keys : one of these shows the events; None: everybody sees them; (): nobody does, as there is no admin key
+    key  : whoever passes sees the events
     jobs : None: the server has no place for batches
     """
 
-    def __init__(self, watch: Watch, keys: tuple[Keys, ...] | None, jobs: JobSums | None = None) -> None:
+    def __init__(self, watch: Watch, key: Guard, jobs: JobSums | None = None) -> None:
         self._watch = watch
         self._jobs = jobs
-        self._keys = keys
         self._watching = 0
         self._told = asyncio.Event()
         self._ticking: asyncio.Task[None] | None = None
         self._last = b""
-
-    def add_to(self, app: FastAPI) -> None:
+        self.router = router = APIRouter(tags=["page"])
         for path in FILES:
-            app.add_route(path, self._file, methods=["GET"])
-        app.add_route("/events", self.events, methods=["GET"])
+            router.add_api_route(path, self._file, include_in_schema=False)
+        router.add_api_route("/events", self.events, dependencies=[Depends(key)])
 
     async def _file(self, request: Request) -> Response:
         name, content_type = FILES[request.url.path]
         data = resources.files("llmserve.web").joinpath("static", name).read_bytes()
         return Response(data, media_type=content_type, headers=HEADERS)
 
-    async def events(self, request: Request) -> Response:
+    async def events(self) -> Response:
         """Server-sent events, one snapshot each; see watch.Snapshot."""
-        self._admit(request)
         return StreamingResponse(self._events(), media_type="text/event-stream", headers=OF_STREAM)
-
-    def _admit(self, request: Request) -> None:
-        if self._keys is None:
-            return
-        if not self._keys:
-            raise NotFound("/events is disabled: start the server with --admin-key-file FILE to enable it")
-        refusal: Unauthorized | None = None
-        for keys in self._keys:
-            try:
-                keys.authenticate(request.headers.get("authorization"))
-            except Unauthorized as error:
-                refusal = error
-            else:
-                return
-        assert refusal is not None
-        raise refusal
 
     async def _events(self) -> AsyncIterator[bytes]:
         self._watch.begin()

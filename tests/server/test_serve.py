@@ -314,7 +314,7 @@ def loaded(imported: Sequence[str], looked_for: Sequence[str]) -> list[str]:
 
 
 def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
-    modules = ["llmserve.__main__", "llmserve.commands.serve", "llmserve.gateway.app", "llmserve.live.driver"]
+    modules = ["llmserve.__main__", "llmserve.commands.serve", "llmserve.web.app", "llmserve.live.driver"]
     modules += ["predictor.process", "predictor.forecaster"]
     assert loaded(modules, ["torch", "transformers", "onnxruntime", "vllm", "ray"]) == []
 
@@ -327,7 +327,7 @@ def test_the_server_and_the_commands_are_clients_without_aiohttp() -> None:
 
 def test_other_commands_load_no_server() -> None:
     server = [
-        "llmserve.gateway.app",
+        "llmserve.web.app",
         "llmserve.http",
         "llmserve.live.driver",
         "llmserve.live.fleet",

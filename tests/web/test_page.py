@@ -130,7 +130,7 @@ async def test_a_store_that_does_not_answer_is_told_until_it_does() -> None:
 
     store = Store()
     feed = SimpleNamespace(lines_waiting=4, lines_in_flight=2, tokens_waiting=40.0)
-    sums = JobSums(cast(JobService, SimpleNamespace(batches=store, runner=SimpleNamespace(feed=feed))), every_s=0.01)
+    sums = JobSums(cast(JobService, SimpleNamespace(batches=store, runner=SimpleNamespace(feeder=feed))), every_s=0.01)
     following = asyncio.create_task(sums.follow())
     seen: list[dict[str, int] | None] = []
     while store.asked < 4:

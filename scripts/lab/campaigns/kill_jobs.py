@@ -410,7 +410,7 @@ def _front_ends(flags: Sequence[str]) -> int:
 
     for module in (
         "aiosqlite",
-        "llmserve.gateway.app",
+        "llmserve.web.app",
         "llmserve.jobs.service",
         "llmserve.server.serving",
     ):

@@ -1,31 +1,38 @@
-"""Which paths there are: which methods it takes, and which path a client probably meant."""
+"""Which paths there are: which methods each takes, and which path a client probably meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi import FastAPI
-from starlette.routing import Match, Route
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Scope
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Paths:
-    """posts : paths that take POST and are served elsewhere"""
+    """routes : of the server's own API.  posts : paths that take POST and are served elsewhere"""
 
-    def __init__(self, app: FastAPI, posts: Iterable[str]) -> None:
-        self._routes = [route for route in app.router.routes if isinstance(route, Route)]
+    def __init__(self, routes: Iterable[APIRoute], posts: Iterable[str]) -> None:
+        self._routes = tuple(routes)
         self._posts = frozenset(posts)
+
+    def route(self, method: str, path: str) -> APIRoute | None:
+        """What answers a request; None: nothing does."""
+        scope = _scope("GET" if method == "HEAD" else method, path)
+        return next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
 
     def methods(self, path: str) -> tuple[str, ...]:
         """The methods that a path takes; () when there is no such path."""
         if path in self._posts:
             return ("POST", "OPTIONS")
-        scope = {"type": "http", "method": "", "path": path, "root_path": ""}
-        taken = {"OPTIONS"}
+        scope, taken = _scope("", path), {"OPTIONS"}
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:
                 taken |= route.methods or set()
+        if "GET" in taken:
+            taken.add("HEAD")
         return tuple([method for method in METHODS if method in taken]) if len(taken) > 1 else ()
 
     def meant(self, path: str) -> str:
@@ -36,3 +43,7 @@ class Paths:
                 return candidate
         ends = [known for known in self._posts if known != path and path.endswith(known.removeprefix("/v1"))]
         return max(ends, key=len, default="")
+
+
+def _scope(method: str, path: str) -> Scope:
+    return {"type": "http", "method": method, "path": path, "root_path": ""}

@@ -1,0 +1,47 @@
+"""The models that the engines serve: /v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmserve.errors import model_not_found
+from llmserve.gateway.aliases import Aliases
+from llmserve.gateway.answers import json_response
+from llmserve.live.cluster import LiveCluster
+from llmserve.tenants.guards import Guard
+
+
+class ModelEndpoints:
+    """Lists the models of all engines, up or down, and the other names of models."""
+
+    def __init__(self, cluster: LiveCluster, aliases: Aliases, client_key: Guard) -> None:
+        self._cluster, self._aliases = cluster, aliases
+        self.router = router = APIRouter(tags=["models"], dependencies=[Depends(client_key)])
+        router.add_api_route("/v1/models", self.list_models)
+        router.add_api_route("/v1/models/{model_id:path}", self.model)
+
+    async def list_models(self) -> Response:
+        """The models, and their other names."""
+        models = [self._described(name) for name in sorted(self._cluster.models)]
+        aliases = self._aliases.of(self._cluster.models)
+        models += [{**self._described(model), "id": name, "root": model} for name, model in sorted(aliases.items())]
+        return json_response({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        """One model, by its name or another name."""
+        name = request.path_params["model_id"]
+        if name in self._cluster.models:
+            return json_response(self._described(name))
+        aliases = self._aliases.of(self._cluster.models)
+        if name not in aliases:
+            raise model_not_found(name, self._cluster.models)
+        return json_response({**self._described(aliases[name]), "id": name, "root": aliases[name]})
+
+    def _described(self, name: str) -> dict[str, Any]:
+        model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "llmserve"}
+        context_tokens = self._cluster.models[name].context_tokens
+        return {**model, "max_model_len": context_tokens} if context_tokens else model

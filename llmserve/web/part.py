@@ -1,0 +1,135 @@
+"""What clients reach: the page, the server's own paths, and the front that answers all requests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+from llmserve.gateway.aliases import Aliases
+from llmserve.gateway.answers import Refusals
+from llmserve.gateway.completions import BeginTrace, Completions
+from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.part import Admissions, Listening, OwnApi, trusted_proxies
+from llmserve.http.accepting import base_url
+from llmserve.http.limits import ServerLimits
+from llmserve.http.server import is_loopback, running
+from llmserve.jobs.sums import JobSums
+from llmserve.live.cluster import LiveCluster
+from llmserve.observe.metrics import Metrics
+from llmserve.observe.part import Followers
+from llmserve.observe.watch import Watch
+from llmserve.part import Part, Server
+from llmserve.tenants.guards import admin_key, any_key, client_key
+from llmserve.tenants.limits import KeyLimits
+from llmserve.tenants.part import KnownKeys
+from llmserve.web.admin import AdminEndpoints
+from llmserve.web.app import App, Watcher
+from llmserve.web.browsers import Browsers
+from llmserve.web.cors import Cors
+from llmserve.web.documents import DocumentEndpoints
+from llmserve.web.models import ModelEndpoints
+from llmserve.web.page import PageEndpoints
+from llmserve.web.responses import ResponseEndpoints
+from llmserve.web.site import Site
+from llmserve.web.state import StateEndpoints
+
+log = logging.getLogger("llmserve")
+
+METRICS_CONNECTIONS_MAX = 64  # scrapers and probes are few
+
+
+class Page(Part):
+    """The page for people. Where clients need keys, only an operator sees what the page shows."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, server: Server) -> AsyncIterator[None]:
+        required, admin = server.get(KeyLimits).keys.required, server.get(KnownKeys).admin
+        key = admin_key(admin, "/events") if required else any_key(())
+        watch = Watch(server.get(LiveCluster), server.get(Metrics).meter_of_all)
+        server.get(OwnApi).routers.append(PageEndpoints(watch, key, server.find(JobSums)).router)
+        yield
+
+
+class OwnPaths(Part):
+    """Models, responses, the state of the server, operators' paths, and the document of them all."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, server: Server) -> AsyncIterator[None]:
+        cluster, limits, admin = server.get(LiveCluster), server.get(KeyLimits), server.get(KnownKeys).admin
+        keys, routers = limits.keys, server.get(OwnApi).routers
+        any_of = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
+        key, bare_key = client_key(keys), client_key(keys, bare=True)
+        routers += (
+            ModelEndpoints(cluster, server.get(Aliases), bare_key).router,
+            ResponseEndpoints(cluster, key).router,
+            StateEndpoints(cluster, server.get(Metrics), any_key(any_of)).router,
+            AdminEndpoints(cluster, admin_key(admin), limits, server.reload).router,
+        )
+        routers.append(DocumentEndpoints(routers, cluster, bare_key).router)
+        yield
+
+
+class Front(Part):
+    """Answers clients inside the block: the last part that opens, when all that answers need is there."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, server: Server) -> AsyncIterator[None]:
+        listening, metrics = server.get(Listening), server.get(Metrics)
+        refusals, limits = Refusals(metrics.refused), _limits(server)
+        async with AsyncExitStack() as stack:
+            if listening.state is not None:
+                everybody = StateEndpoints(server.get(LiveCluster), metrics, any_key(()))
+                few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
+                await stack.enter_async_context(running(Site([everybody.router], refusals), listening.state, few))
+                log.info("metrics are at %s/metrics, without a key", base_url(listening.state))
+            front = await stack.enter_async_context(running(_app(server, refusals), listening.clients, limits))
+            metrics.follow_server(front)
+            if followers := server.get(Followers):
+                front.on_ended(followers.tell)
+            yield
+
+
+def _limits(server: Server) -> ServerLimits:
+    config = server.config
+    return ServerLimits(
+        config.limits.body_bytes_max,
+        config.live.buffer_bytes_max,
+        config.limits.buffers_bytes_max,
+        config.live.client_stall_s,
+        keep_alive_s=config.live.keep_alive_s,
+        streamed=tuple(server.get(OwnApi).uploads),
+        trusted_proxies=trusted_proxies(config),
+    )
+
+
+def _app(server: Server, refusals: Refusals) -> App:
+    config, api, admissions = server.config, server.get(OwnApi), server.get(Admissions)
+    completions = Completions(server.get(LiveCluster), admissions.clients, admissions.gateways, _begin_trace(server))
+    cors = Cors(config.server.cors_origin) if config.server.cors_origin else None
+    watchers: list[Watcher] = [cors.allow] if cors is not None else []
+    watchers.append(_browsers(server))
+    return App(
+        completions,
+        Site(api.routers, refusals, api.uploads, ENDPOINTS),
+        cors=cors,
+        watchers=watchers,
+        body_bytes_max=config.limits.body_bytes_max,
+    )
+
+
+def _browsers(server: Server) -> Watcher:
+    """Checks what web pages do, while no key is required."""
+    settings, keys = server.config.server, server.get(KeyLimits).keys
+    browsers = Browsers(settings.cors_origin, settings.allowed_host, on_loopback=is_loopback(settings.host))
+    return lambda exchange: None if keys.required else browsers.check(exchange)
+
+
+def _begin_trace(server: Server) -> BeginTrace | None:
+    if not server.config.server.traces_sample:
+        return None
+    from llmserve.observe.traces import Traces
+
+    return server.get(Traces).begin

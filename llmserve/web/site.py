@@ -1,0 +1,108 @@
+"""The server's own API: every path but those of engines. FastAPI answers, by the routers of the rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmserve.calls.client_request import ClientExchange, ClientRequest
+from llmserve.errors import MethodNotAllowed, NotFound, RequestError, UnsupportedMediaType
+from llmserve.gateway.answers import Refusals, error_response
+from llmserve.gateway.content_coding import HEADER, codings_of
+from llmserve.gateway.part import Upload
+from llmserve.http.asgi import AsgiAnswers
+from llmserve.http.exchange import Answer
+from llmserve.tenants.guards import Guard
+from llmserve.web.paths import Paths
+
+
+class Site:
+    """Answers requests for the server itself.
+
+    routers  of the rooms; the first route that matches answers
+    uploads  by the path to which their bodies are sent
+    posts    paths that take POST and are answered elsewhere
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[APIRouter],
+        refusals: Refusals,
+        uploads: Mapping[str, Upload] = MappingProxyType({}),
+        posts: Iterable[str] = (),
+    ) -> None:
+        self._refusals = refusals
+        self._uploads = uploads
+        routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+        self._paths = Paths(routes, posts)
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+        for kind in (RequestError, Exception):
+            app.add_exception_handler(kind, self._on_error)
+        app.add_exception_handler(HTTPException, self._on_no_route)
+        for router in routers:
+            app.include_router(router)
+        self._answers = AsgiAnswers(app)
+
+    def new_state(self) -> ClientRequest:
+        return ClientRequest()
+
+    def admit(self, exchange: ClientExchange) -> RequestError | None:
+        """Check the key of a request whose body somebody reads. Returns the error with which it is refused."""
+        try:
+            self.enter(exchange)
+        except RequestError as error:
+            return error
+        return None
+
+    def enter(self, exchange: ClientExchange) -> None:
+        """As `admit`, which raises the error."""
+        if exchange.method == "POST" and (upload := self._uploads.get(exchange.path)) is not None:
+            if HEADER in exchange.headers and codings_of(exchange):
+                raise UnsupportedMediaType(f"`{HEADER}`: files are uploaded as they are")
+            exchange.sink = upload(exchange)
+            return
+        route = self._paths.route(exchange.method, exchange.path)
+        guard = _guard_of_body(route) if route is not None else None
+        exchange.keeps_body = guard is not None
+        if guard is not None:
+            exchange.holder = exchange.state.key = guard.check(exchange.headers)
+        elif exchange.announces_body and not self._paths.methods(exchange.path):
+            raise self._no_path(exchange.path)
+
+    def handle(self, exchange: ClientExchange) -> None:
+        self._answers.handle(exchange)
+
+    def refusal(self, error: Exception, exchange: ClientExchange | None) -> Answer:
+        return self._refusals.answer(error, exchange)
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """The methods that a path of the whole server takes; () when there is no such path."""
+        return self._paths.methods(path)
+
+    async def _on_error(self, request: Request, error: Exception) -> Response:
+        return error_response(self._refusals.known(error, request.method, request.url.path))
+
+    async def _on_no_route(self, request: Request, error: Exception) -> Response:
+        path, methods = request.url.path, ", ".join(self._paths.methods(request.url.path))
+        if not methods:
+            return error_response(self._no_path(path))
+        method = request.scope["exchange"].method
+        response = error_response(MethodNotAllowed(f"{method} is not allowed on {path}; it takes {methods}"))
+        response.headers["allow"] = methods
+        return response
+
+    def _no_path(self, path: str) -> NotFound:
+        meant = self._paths.meant(path)
+        return NotFound(f"there is no {path}" + (f"; did you mean {meant}?" if meant else ""))
+
+
+def _guard_of_body(route: APIRoute) -> Guard | None:
+    """The guard of a route that reads the body of its requests."""
+    guards = [needed.call for needed in route.dependant.dependencies if isinstance(needed.call, Guard)]
+    return next((guard for guard in guards if guard.reads_body), None)
