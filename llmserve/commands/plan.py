@@ -2,7 +2,7 @@
 
 Reads an instance: streams with their models, rates and SLOs; models with their memory and batch times; GPUs. Prints the
 groups, each with its GPUs, models, load, memory and burst tolerance. The plan maximises the least burst tolerance.
---output writes the plan for `llmserve serve --plan`. --previous prefers, among equally good plans, one with few changes
+--output writes the plan for `llmserve up --plan`. --previous prefers, among equally good plans, one with few changes
 from an earlier plan.
 """
 

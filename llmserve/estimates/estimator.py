@@ -22,7 +22,6 @@ from llmserve.request import Request
 from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.engines import remaining_tokens
 from llmserve.scheduling.fair import Share, dealt
-from llmserve.scheduling.group import Group
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.rates import ServiceTime
@@ -81,7 +80,7 @@ class Estimator:
         self._scheduler = scheduler
         self._engines = engines
         self._now_s = now_s
-        self._snapshots: dict[tuple[str, str], Snapshot] = {}
+        self._snapshots: dict[str, Snapshot] = {}  # by model
         self._wanted = EnginesWanted()
 
     # ---- what waits ----
@@ -91,10 +90,9 @@ class Estimator:
         queued = self._scheduler.requests.get(call.request.id)
         if queued is None or queued.run is not None:
             return None
-        group = self._scheduler.groups.by_name[queued.group]
-        queues = group.queues[queued.request.model]
+        queues = self._scheduler.models[queued.request.model]
         position = self._snapshot(queues).positions.get(queued.request.id, queues.waiting)
-        return self._place_at(position, group, queues)
+        return self._place_at(position, queues)
 
     def start_s(self, call: InFlightCall) -> float | None:
         """Predicted seconds until a call starts, 0 when it runs; None: no engine of its model works.
@@ -110,17 +108,16 @@ class Estimator:
 
     def next_start_s(self, request: Request) -> float | None:
         """Predicted seconds until one more request like this, of its share and model, would start; None: unknown."""
-        group = self._scheduler.groups.group_for(request)
-        queues = group.queues.get(request.model)
+        queues, pool = self._scheduler.models.get(request.model), self._scheduler.group.pool
         if queues is None:
             return None
-        if not queues.waiting and any(engine.room > 0 for engine in group.pool.free_for(request.model)):
+        if not queues.waiting and any(engine.room > 0 for engine in pool.free_for(request.model)):
             return 0.0
         snapshot = self._snapshot(queues)
         counter = snapshot.after.get(request.share)
         if counter is None:
             counter = queues.fair.counter_of(request.share)
-        return self._place_at(bisect_right(snapshot.counters, counter) + 1, group, queues).wait_s
+        return self._place_at(bisect_right(snapshot.counters, counter) + 1, queues).wait_s
 
     def room_s(self, request: Request) -> float | None:
         """Predicted seconds until a full queue takes a request like this: when one more of its share would start, or
@@ -132,13 +129,8 @@ class Estimator:
         return start_s
 
     def rows(self) -> list[WaitingRow]:
-        """Who waits, by group, model, share and bin. O(requests log requests)."""
-        return [
-            row
-            for group in self._scheduler.groups
-            for queues in group.tally.queues.values()
-            for row in self._rows(group, queues)
-        ]
+        """Who waits, by model, share and bin. O(requests log requests)."""
+        return [row for queues in self._scheduler.group.tally.queues.values() for row in self._rows(queues)]
 
     # ---- what runs ----
 
@@ -180,7 +172,7 @@ class Estimator:
         return (tokens or queues.service.tokens_mean) * queues.service.seconds_per_token
 
     def _snapshot(self, queues: ModelQueues) -> Snapshot:
-        now_s, key = self._now_s(), (queues.group, queues.model)
+        now_s, key = self._now_s(), queues.model
         snapshot = self._snapshots.get(key)
         if snapshot is None or now_s - snapshot.made_s >= KEPT_S:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if now_s - kept.made_s < KEPT_S}
@@ -193,23 +185,23 @@ class Estimator:
                 snapshot.after[share.name] = counter + queued.cost / share.weight
         return snapshot
 
-    def _rows(self, group: Group, queues: ModelQueues) -> Iterator[WaitingRow]:
+    def _rows(self, queues: ModelQueues) -> Iterator[WaitingRow]:
         members: dict[tuple[str, int], list[tuple[int, QueuedRequest]]] = {}
         for position, queued in enumerate(in_turn(queues, self._scheduler.order), 1):
             members.setdefault((queued.request.share, queued.bin), []).append((position, queued))
         for (share, bin_index), waiting in sorted(members.items()):
-            wait_s = self._place_at(waiting[0][0], group, queues).wait_s
+            wait_s = self._place_at(waiting[0][0], queues).wait_s
             oldest_s = self._now_s() - min([queued.arrived_at_s for _, queued in waiting])
             starts_s = None if wait_s is None else round(wait_s, 1)
-            yield WaitingRow(group.name, queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
+            yield WaitingRow(queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
 
-    def _place_at(self, position: int, group: Group, queues: ModelQueues) -> Place:
+    def _place_at(self, position: int, queues: ModelQueues) -> Place:
         """The place at a position of a model's queues.
 
-        The group's engines end requests of all its models: the others that wait count by their share. Before the rate
+        Engines end requests of all models: the others that wait count by their share. Before the rate
         of ends is known, each of the running calls is followed by one that waits, and that by another.
         """
-        no_engine = queues.no_engine_since_s is not None
+        group, no_engine = self._scheduler.group, queues.no_engine_since_s is not None
         share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
         wait_s = None if no_engine else group.rate.drain_time_s(round(position * share))
         if wait_s is None and not no_engine:

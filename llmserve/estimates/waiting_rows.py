@@ -6,13 +6,12 @@ import msgspec
 
 
 class WaitingRow(msgspec.Struct, frozen=True):
-    """Waiting requests of one model, share and bin. share : "": of nobody in particular.  group : of the model's queue
+    """Waiting requests of one model, share and bin. share : "": of nobody in particular
 
     oldest_s       seconds for which the oldest has waited
     next_starts_s  predicted seconds until the next of them starts; None: unknown, or no engine works
     """
 
-    group: str
     model: str
     share: str
     bin: int

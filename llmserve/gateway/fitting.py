@@ -18,7 +18,7 @@ def check_served(name: str, bounds: Bounds, cluster: LiveCluster) -> None:
     model = cluster.models.get(name)
     if model is not None:
         check_fits(bounds, model, cluster.fleet.infos_of(name))
-    elif not (cluster.fleet.may_come(name) or name in cluster.scheduler.groups.layout.models):
+    elif not cluster.fleet.may_come(name):
         raise model_not_found(name, cluster.models)
 
 

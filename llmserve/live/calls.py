@@ -121,7 +121,8 @@ class Calls:
         call = in_flight.call
         by_prefix = bool(call.terms.share) or self.fleet.engines_of(call.model) > 1
         prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
-        in_flight.request = request_of(in_flight, forecast, prompt_tokens, self._secret, by_prefix=by_prefix)
+        queue = call.lane or self.fleet.queue_of(call.terms.stream_name, call.model)
+        in_flight.request = request_of(in_flight, forecast, prompt_tokens, queue, self._secret, by_prefix=by_prefix)
         if in_flight.charge is None:
             self._driver.step(RequestArrived(in_flight.request))
         else:
@@ -298,9 +299,12 @@ def line_now(call: Call, request: Request, now_s: float) -> Call:
 
 
 def request_of(
-    in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, secret: bytes, *, by_prefix: bool
+    in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, queue: str, secret: bytes, *, by_prefix: bool
 ) -> Request:
-    """What the scheduler knows of a call. secret : key of the hashes.  by_prefix : whether prefixes matter"""
+    """What the scheduler knows of a call.
+
+    queue : where it waits.  secret : key of the hashes.  by_prefix : whether prefixes matter
+    """
     call, (predicted, quantiles) = in_flight.call, forecast
     deadline_s = call.deadline_s
     if deadline_s is None and call.terms.slo_s is not None:
@@ -313,7 +317,7 @@ def request_of(
         prompt_tokens,
         call.bounds.choices,
         prefix_hashes(call.opening, secret) if by_prefix else (),
-        call.lane or call.model,
+        queue,
         call.terms.stream_name,
         sender_hash(call, secret),
         call.terms.share,

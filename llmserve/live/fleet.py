@@ -31,6 +31,7 @@ from llmserve.engines.engine import Endpoints, Engine, EngineError, Health
 from llmserve.errors import EngineStartError
 from llmserve.live.engine_state import Happening, Heard, Order, after
 from llmserve.live.handle import EngineHandle
+from llmserve.live.homes import Homes
 from llmserve.live.known_models import KnownModels, Listed
 from llmserve.live.lanes import Lane, Lanes
 from llmserve.request import EngineInfo
@@ -48,7 +49,8 @@ class Fleet:
 
     is_served   whether the server serves a model that an engine lists
     profiles    by model ("": every other model): how long batches take; EngineReady carries the step times
-    planned     models that the server's group is for
+    planned     models that the server's group, or the door, is for
+    homes       of a door with a plan, by which engines list models
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Fleet:
         is_served: Callable[[str], bool] = lambda model: True,
         profiles: Mapping[str, Profile] = MappingProxyType({}),
         planned: Collection[str] = (),
+        homes: Homes | None = None,
     ) -> None:
         self.handles = {engine.info.name: EngineHandle(engine) for engine in engines}
         self._known_models = KnownModels()
@@ -66,7 +69,7 @@ class Fleet:
         self._config = config or LiveConfig()
         self._profiles = profiles
         self._is_served = is_served
-        self._planned = planned
+        self._planned, self._homes = planned, homes
         self._notify: Callable[[Event], None] = _nobody
 
     def start(self, notify: Callable[[Event], None]) -> None:
@@ -146,24 +149,54 @@ class Fleet:
     def open_lane(self, lane: Lane) -> None:
         """Let the engines that can serve the lane's calls list it."""
         if self._lanes.add(lane):
-            for handle in self.handles.values():
-                self._list_lanes(handle)
+            self._list_again()
+
+    def queue_of(self, stream: str, model: str) -> str:
+        """The queue of the scheduler for answers of a model: its own, unless the plan gives the stream to a group."""
+        if self._homes is None or not (group := self._homes.apart(stream, model)):
+            return model
+        lane = Lane(model, group=group)
+        self.open_lane(lane)
+        return lane.name
+
+    def model_of(self, queue: str) -> str:
+        """The model of a queue of the scheduler, if the queue is the model's own or that of a stream's group."""
+        lane = self._lanes.named(queue)
+        return lane.model if lane is not None and lane.group else queue
+
+    def follow(self, homes: Homes) -> None:
+        """Follow another plan from now on, as a door."""
+        self._homes, self._planned = homes, homes.models
+        self._list_again()
 
     def lacks(self, handle: EngineHandle, path: str) -> None:
         """Note that an engine that does not list its endpoints has refused one."""
         handle.endpoints.refuse(path)
-        self._list_lanes(handle)
+        self._list_again()
 
-    def _list_lanes(self, handle: EngineHandle) -> None:
-        names = self._names(handle)
-        if handle.up and names != handle.info.models:
-            handle.info = msgspec.structs.replace(handle.info, models=names)
-            if handle.ready:
-                self._notify(EngineReady(handle.info))
+    def _list_again(self) -> None:
+        """Tell the scheduler of engines that list other queues than before."""
+        for handle in self.handles.values():
+            names = self._names(handle) if handle.up else handle.info.models
+            if names != handle.info.models:
+                handle.info = msgspec.structs.replace(handle.info, models=names)
+                if handle.ready:
+                    self._notify(EngineReady(handle.info))
 
     def _names(self, handle: EngineHandle) -> tuple[str, ...]:
-        """What an engine lists for the scheduler: its models, and the lanes that it serves."""
-        return (*handle.models, *self._lanes.on(handle.name, handle.models, handle.endpoints))
+        """What an engine lists for the scheduler: its models and the lanes that it serves, as the plan has it."""
+        lanes, homes = self._lanes.on(handle.name, handle.models, handle.endpoints), self._homes
+        if homes is None:
+            return (*handle.models, *(lane.name for lane in lanes))
+        models = [model for model in handle.models if self._lists(handle, model, homes.of(model))]
+        names = *models, *(lane.name for lane in lanes if self._lists(handle, lane.model, lane.group))
+        return names or (f"@{handle.name}",)  # () would be every model
+
+    def _lists(self, handle: EngineHandle, model: str, group: str) -> bool:
+        """Whether an engine lists a queue of this group; "": of none."""
+        if group in ("", handle.group):
+            return True
+        return not any(one.group == group and one.ready and model in one.models for one in self.handles.values())
 
     # ---- orders of operators ----------------------------------------------------------------------------------
     # An order must be one that the engine's state does not refuse; see engine_state.refusal.
@@ -303,6 +336,7 @@ class Fleet:
         self._step(handle, happening)
         if was_ready and handle.ready and handle.info != before:
             self._notify(EngineReady(handle.info))
+            self._follow_homes()
         return True
 
     def _info(self, handle: EngineHandle, health: Health, *, came_up: bool) -> EngineInfo:
@@ -344,10 +378,17 @@ class Fleet:
         for heard in handle.step(happening):
             if heard is Heard.OPENED:
                 self._notify(EngineReady(handle.info))
+                self._follow_homes()
             elif heard is Heard.CLOSED:
                 self._notify(EngineClosed(handle.name, handle.state.expected))
+                self._follow_homes()
             else:
                 self._lose(handle)
+
+    def _follow_homes(self) -> None:
+        """After an engine has come or gone: others serve the requests of its group no longer, or meanwhile."""
+        if self._homes is not None:
+            self._list_again()
 
     def _lose(self, handle: EngineHandle) -> None:
         handle.probes_failed = 0

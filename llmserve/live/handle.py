@@ -47,6 +47,11 @@ class EngineHandle:
         return self.info.name
 
     @property
+    def group(self) -> str:
+        """The group of a door's plan whose server the engine is."""
+        return self.info.worker or self.info.name
+
+    @property
     def is_full(self) -> bool:
         return len(self.running) >= self.info.slots
 

@@ -21,14 +21,13 @@ import msgspec
 from llmserve.errors import JournalError
 from llmserve.runtime.private_file import appending
 from llmserve.scheduling.lengths import Learnt
-from llmserve.scheduling.messages import Action, Event, ServingGroup
-from llmserve.scheduling.rates import GroupRates, Replan
+from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
 VERSION = 11
 READABLE = (4, 5, 6, 7, 8, 9, 10, VERSION)
-# Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
+# Version 4 has one model, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7,
 # EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
 # Lines of jobs, and ReportDue, came with version 9, ServedElsewhere with version 10,
@@ -46,8 +45,6 @@ class Header(msgspec.Struct, frozen=True):
 
     scores   a sample of the scores that bins sort by, for the first edges
     lengths  one equally likely length of each of the same forecasts; () when scores are lengths
-    groups   the first groups; (): one group serves all requests
-    replan   when the scheduler asks for other groups; None: never
     learnt   by model, from before the start, used instead of scores and lengths
     """
 
@@ -55,14 +52,17 @@ class Header(msgspec.Struct, frozen=True):
     scores: tuple[float, ...] = ()
     lengths: tuple[float, ...] = ()
     version: int = VERSION
-    groups: tuple[ServingGroup, ...] = ()
-    replan: Replan | None = None
     learnt: dict[str, Learnt] = {}
 
     def scheduler(self) -> Scheduler:
-        """A fresh scheduler. Raises ValueError when the groups contradict each other."""
-        rates = GroupRates(self.replan) if self.groups and self.replan else None
-        return self.scheduling.scheduler(self.scores, self.lengths, plan=self.groups, rates=rates, learnt=self.learnt)
+        """A fresh scheduler."""
+        return self.scheduling.scheduler(self.scores, self.lengths, learnt=self.learnt)
+
+
+class _Grouped(msgspec.Struct):
+    """groups : the serving groups of a scheduler that had several, in headers of 0.1.0"""
+
+    groups: tuple[msgspec.Raw, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -160,6 +160,11 @@ def read(path: Path) -> tuple[Header, list[Step]]:
     header = _decode(first, Header, path, number)
     if header.version not in READABLE:
         raise JournalError(f"{path} has version {header.version} of the format; this is version {VERSION}")
+    if _decode(first, _Grouped, path, number).groups:
+        raise JournalError(
+            f"{path}, of version {header.version} of the format, is of a server with several groups: llmserve 0.1.0 "
+            "replays it"
+        )
     return header, [_decode(line, Step, path, number + after) for after, line in enumerate(rest, start=1)]
 
 

@@ -7,6 +7,7 @@ model's own queue nothing.
     `MODEL`            answers, from every engine of the model
     `MODEL /v1/score`  an endpoint without generated text, or one that only some engines have
     `MODEL @ENGINE`    calls that go on from what only this engine knows
+    `MODEL in GROUP`   calls of streams that a door's plan gives to another group than the model (homes.py)
 
 A lane is made at its first call, and goes when no engine lists its model any more.
 """
@@ -20,14 +21,17 @@ from llmserve.engines.engine import Endpoints
 
 
 class Lane(NamedTuple):
-    """path : "": of every endpoint.  engine : name; "": every engine"""
+    """path : "": of every endpoint.  engine : name; "": every engine.  group : of a door's plan; "": the model's own"""
 
     model: str
     path: str = ""
     engine: str = ""
+    group: str = ""
 
     @property
     def name(self) -> str:
+        if self.group:
+            return f"{self.model} in {self.group}"
         return f"{self.model} @{self.engine}" if self.engine else f"{self.model} {self.path}"
 
     def is_on(self, engine: str, models: Collection[str], endpoints: Endpoints) -> bool:
@@ -52,9 +56,13 @@ class Lanes:
         self._by_name[lane.name] = lane
         return True
 
-    def on(self, engine: str, models: Collection[str], endpoints: Endpoints) -> tuple[str, ...]:
-        """Names of the lanes that an engine serves."""
-        return tuple([lane.name for lane in self._by_name.values() if lane.is_on(engine, models, endpoints)])
+    def named(self, name: str) -> Lane | None:
+        """None: no lane has this name."""
+        return self._by_name.get(name)
+
+    def on(self, engine: str, models: Collection[str], endpoints: Endpoints) -> list[Lane]:
+        """The lanes that an engine can serve."""
+        return [lane for lane in self._by_name.values() if lane.is_on(engine, models, endpoints)]
 
     def keep(self, models: Collection[str], engines: Iterable[str]) -> None:
         """Forget the lanes of all other models and engines."""

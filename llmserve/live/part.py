@@ -23,10 +23,9 @@ from llmserve.forecasts.saver import Saver
 from llmserve.forecasts.state_file import StateFile
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.fleet import Fleet
+from llmserve.live.homes import Homes
 from llmserve.live.journal import Header, Journal
 from llmserve.part import Commit, Part, Server
-from llmserve.scheduling.messages import ServingGroup
-from llmserve.scheduling.rates import Replan
 from llmserve.settings.by_model import PREFIX, by_model
 from llmserve.settings.tree import Config, EngineConfig
 from llmserve.spelling import nearest
@@ -40,14 +39,12 @@ class Served:
 
     is_served  whether the server serves a model that an engine lists
     models     that engines will list some day
-    groups     the scheduler's first groups
-    replan     when the scheduler asks for another plan; None: never
+    homes      of a door with a plan: which group has which models and streams
     """
 
     is_served: Callable[[str], bool]
     models: Collection[str] = ()
-    groups: tuple[ServingGroup, ...] = ()
-    replan: Replan | None = None
+    homes: Homes | None = None
 
 
 class Live(Part):
@@ -86,8 +83,6 @@ class Live(Part):
             config.scheduling,
             config.scheduling.scores(forecasts),
             config.scheduling.likely_lengths(forecasts),
-            groups=served.groups,
-            replan=served.replan,
             learnt=learned.models,
         )
         cluster = LiveCluster(
@@ -98,6 +93,7 @@ class Live(Part):
                 is_served=served.is_served,
                 profiles=config.dispatch.profiles(),
                 planned=set(served.models),
+                homes=served.homes,
             ),
             Journal(header, path=Path(config.server.journal) if config.server.journal else None),
             forecasts=Forecasts(

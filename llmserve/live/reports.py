@@ -6,20 +6,20 @@ import logging
 from typing import assert_never
 
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
-from llmserve.scheduling.messages import FailReason, PlanGroups, ReportCircuit, ReportDue, ReportTrust
+from llmserve.scheduling.messages import FailReason, ReportCircuit, ReportDue, ReportTrust
 
 log = logging.getLogger("llmserve")
 
 
-def report(action: ReportCircuit | ReportTrust | ReportDue | PlanGroups) -> None:
-    """Write a report into the log. PlanGroups needs nothing: its planner listens to the journal."""
+def report(action: ReportCircuit | ReportTrust | ReportDue) -> None:
+    """Write a report into the log."""
     if isinstance(action, ReportCircuit):
         _log_circuit(action)
     elif isinstance(action, ReportTrust):
         _log_trust(action)
     elif isinstance(action, ReportDue):
         log.debug("line %d of a job counts as online from now on", action.request_id)
-    elif not isinstance(action, PlanGroups):
+    else:
         assert_never(action)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmserve.machines.cluster_file import ClusterFile, EngineTable
 from llmserve.planning import HerdGroup, Plan
-from llmserve.planning.assignment import PlannedGroup, assign
+from llmserve.planning.assignment import assign
 
 DEMO_MODEL = "llmserve-demo"
 
@@ -22,10 +22,7 @@ def model_of(engine: EngineTable) -> str:
 def owners(file: ClusterFile, plan: Plan, before: Mapping[str, str]) -> dict[str, str]:
     """The group of each worker. before : the groups until now. A worker that no group needs keeps none."""
     models = {worker: {model_of(engine) for engine, _ in engines} for worker, engines in file.workers.items()}
-    planned = [PlannedGroup(g.name, g.gpus, g.models, g.streams, g.workers) for g in plan.groups]
-    return {
-        worker: group.name for group in assign(planned, models, before) for worker in group.workers if worker in models
-    }
+    return {worker: group for worker, group in assign(plan.groups, models, before).items() if worker in models}
 
 
 def doors_plan(plan: Plan, groups: Collection[str]) -> Plan:

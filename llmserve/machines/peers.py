@@ -67,10 +67,10 @@ class Peers:
 
     def _observe(self, step: Step) -> None:
         if isinstance(step.event, RequestArrived):
-            request = step.event.request
-            pair = request.stream, request.model
+            stream, model = step.event.request.stream, self._cluster.fleet.model_of(step.event.request.model)
+            pair = stream, model
             if pair not in self._arrivals and len(self._arrivals) >= PAIRS_MAX:
-                pair = "", request.model
+                pair = "", model
             self._arrivals[pair] += 1
 
     def exchange(self, body: bytes) -> FromServer:
@@ -90,7 +90,7 @@ class Peers:
             asked,
             parts,
             self._cluster.estimator.engines_wanted(),
-            tuple([Served(*row) for row in self._cluster.scheduler.groups.served()]) if not told.elsewhere else (),
+            tuple([Served(*row) for row in self._cluster.scheduler.group.served()]) if not told.elsewhere else (),
         )
 
     def _charge(self, elsewhere: Served) -> None:

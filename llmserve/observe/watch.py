@@ -220,12 +220,12 @@ class Watch:
     def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:
         """Who waits, by model and by share, the most first."""
         models, shares = Counter[str](), Counter[str]()
-        for group in self._cluster.scheduler.groups:
-            for model, queues in group.tally.queues.items():
-                models[model] += queues.waiting
-            for fair in {queues.fair for queues in group.tally.queues.values()}:
-                for share in fair:
-                    shares[share.name] += share.waiting
+        waiting = self._cluster.scheduler.group.tally.queues
+        for model, queues in waiting.items():
+            models[model] += queues.waiting
+        for fair in {queues.fair for queues in waiting.values()}:
+            for share in fair:
+                shares[share.name] += share.waiting
         return _most(models), _most(shares)
 
 

@@ -17,13 +17,12 @@ too: sum_i n_i x_ij <= size_j. `as_printed` drops that limit.
 The modules, from the problem to the plan:
 
 assignment : which worker serves which group of the plan
-group_plan : the plan as a server follows it: groups, engines, models, and when it is replanned
+group_plan : the plan as the server of one group and as a door follow it
 instance   : the problem: streams, models, GPUs, limits; its file; the same problem at other rates
 milp       : decides whether a t is feasible, by scipy's HiGHS
 packing    : finds greedily that a t is feasible, for most feasible t; levels the loads
 part       : the plan that a server follows
 planning   : `plan` and `replan`: all steps, and the plan as a file that the server reads
-regroup    : keeps a live server's groups in line with the plan
 relaxation : proves that a t is too large
 repair     : keeps a previous grouping where it is possible, of any number of models
 search     : the largest t that every bt(i) can reach, by bisection with the next three; why there is no plan

@@ -1,4 +1,4 @@
-"""The plan that a server follows: its groups of workers, and the models that it serves."""
+"""The plan that a server follows: as the server of a group, or as the door of all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from llmserve.live.cluster import LiveCluster
 from llmserve.live.part import Served
 from llmserve.part import Commit, Part, Server, do_nothing
 from llmserve.planning import group_plan
-from llmserve.planning.assignment import assign
-from llmserve.planning.regroup import Regrouper
-from llmserve.runtime.extras import need
 from llmserve.settings.tree import Config
 
 
@@ -19,46 +16,19 @@ class Plan(Part):
     """What the server serves by its plan. Of --group it keeps the group's engines only."""
 
     def check(self, config: Config) -> Config:
-        if config.engines.replan_every_s is not None:
-            need("plan", "scipy", why="replan_every_s")
         return group_plan.with_plan(config) if config.engines.plan is not None else config
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
-        config = server.config
-        server.add(
-            Served(
-                group_plan.served_models(config),
-                group_plan.planned_models(config),
-                assign(group_plan.planned_groups(config), {}, {}),
-                group_plan.replan_when(config),
-            )
-        )
+        config, homes = server.config, group_plan.homes_of(server.config)
+        models = homes.models if homes is not None else group_plan.planned_models(config)
+        server.add(Served(group_plan.served_models(config), models, homes))
         yield
 
-
-class Regrouping(Part):
-    """Keeps the groups of the scheduler in line with the plan, which may change while the server runs."""
-
-    @contextlib.asynccontextmanager
-    async def open(self, server: Server) -> AsyncIterator[None]:
-        config, groups = server.config, server.get(Served).groups
-        if not groups:
-            yield
-            return
-        planned, replan = group_plan.planned_groups(config), group_plan.replanner(config)
-        regrouper = server.add(Regrouper(server.get(LiveCluster).driver, planned, groups, replan))
-        regrouper.start()
-        try:
-            yield
-        finally:
-            await regrouper.close()
-
     def change(self, server: Server, before: Config, after: Config) -> Commit:
-        """The file of the plan is read again."""
-        regrouper = server.find(Regrouper)
-        if regrouper is None:
+        """The file of a door's plan is read again."""
+        if before.engines.plan is None or after.engines.plan is None:
             return do_nothing
         group_plan.with_plan(after)
-        planned = group_plan.planned_groups(after)
-        return lambda: regrouper.change_to(planned)
+        homes = group_plan.homes_of(after)
+        return do_nothing if homes is None else lambda: server.get(LiveCluster).fleet.follow(homes)

@@ -1,25 +1,24 @@
 """The scheduler: a pure state machine from events to actions.
 
-admission   : which requests may wait
-circuit     : circuit breakers of engines, and which request is at fault
-engine_book : engines that come, go or are expected
-engines     : the load, room, pace and memory of each engine
-fair        : the shares that compete for engines
-group       : all queues and engines of a group, and how batches form
-groups      : the group of each request and worker, and every request's state
-layout      : a plan of groups, inverted
-lengths     : lengths of recent answers, by bin
-limits      : how much may wait, for how long, and how often a request may run again
-load        : waits, and what forecasts mean, for orders that follow the load
-memory      : which request may block an engine for its memory
-messages    : all events and actions
-planner     : when a new dispatch plan is wanted, and for which load
-rates       : arrivals, completions and service times, with a bounded memory
-release     : when a bin releases a batch, and of which size
-reserve     : how many slots stay free for online requests
-rests       : engines that have refused requests, and rest
-scheduler   : the entrance and the handlers of events
-trust       : whether predictions rank answers
+admission    : which requests may wait
+circuit      : circuit breakers of engines, and which request is at fault
+engine_book  : engines that come, go or are expected
+engines      : the load, room, pace and memory of each engine
+fair         : the shares that compete for engines
+group        : all queues and engines, and how batches form
+lengths      : lengths of recent answers, by bin
+limits       : how much may wait, for how long, and how often a request may run again
+load         : waits, and what forecasts mean, for orders that follow the load
+memory       : which request may block an engine for its memory
+messages     : all events and actions
+planner      : when a new dispatch plan is wanted, and for which load
+rates        : arrivals, completions and service times, with a bounded memory
+release      : when a bin releases a batch, and of which size
+request_book : the state of each request, from its arrival to its end
+reserve      : how many slots stay free for online requests
+rests        : engines that have refused requests, and rest
+scheduler    : the entrance and the handlers of events
+trust        : whether predictions rank answers
 
 choice/     : which batch starts next, and on which engine
 queues/     : where requests and batches wait

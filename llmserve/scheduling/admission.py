@@ -8,44 +8,46 @@ from llmserve.request import Request
 from llmserve.scheduling.circuit import Faults
 from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import FailReason
 from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.request_book import RequestBook
 from llmserve.scheduling.reserve import Reserve
 
 
 class Admission:
     """Lets requests wait in the queues, or says why not.
 
-    awaits    whether an engine that is down, and may serve the model, is expected in the group
+    awaits    whether an engine that is down, and may serve the model, is expected
     limits    lines of jobs have a limit of their own, as large as that of online requests
     reserves  by the shares that compete for the engines
     """
 
     def __init__(
         self,
+        group: Group,
         book: RequestBook,
-        awaits: Callable[[str, Group], bool],
+        awaits: Callable[[str], bool],
         forming: Forming,
         faults: Faults,
         limits: Limits,
     ) -> None:
-        self._book, self._awaits, self._forming, self._faults = book, awaits, forming, faults
-        self._limits = limits
+        self._group, self._book, self._awaits = group, book, awaits
+        self._forming, self._faults, self._limits = forming, faults, limits
         self.reserves: dict[FairShares, Reserve] = {}
 
-    def refusal(self, request: Request, group: Group, waiting: int) -> FailReason | None:
-        """Why a request cannot wait in the group; None: it can, in queues that are made if need be.
+    def refusal(self, request: Request, waiting: int) -> FailReason | None:
+        """Why a request cannot wait; None: it can, in queues that are made if need be.
 
         waiting : requests of its kind that wait. A full queue makes room if a share holds more of it than this one.
         """
-        queues, awaits = group.queues.get(request.model), self._awaits
-        if queues is None and (group.pool.serving(request.model) or awaits(request.model, group)):
+        group, awaits = self._group, self._awaits
+        queues = group.queues.get(request.model)
+        if queues is None and (group.pool.serving(request.model) or awaits(request.model)):
             queues = group.queues_of(request.model, self._book.now_s)  # others get no queues: clients invent names
         if self._forming.draining:
             return "draining"
-        if queues is None or not (queues.engines or awaits(request.model, group)):
+        if queues is None or not (queues.engines or awaits(request.model)):
             return "no_engine"
         if request.deadline_s is not None and request.deadline_s <= self._book.now_s:
             return "deadline_exceeded"
@@ -54,19 +56,19 @@ class Admission:
             return "queue_full"
         return None
 
-    def enter(self, request: Request, group: Group) -> None:
+    def enter(self, request: Request) -> None:
         """Let a request wait that was not refused."""
-        queues = group.queues[request.model]
+        queues = self._group.queues[request.model]
         queued, queue = queues.admit(request, self._book.now_s)
         queued.suspect = request.sender in self._faults.suspects
         self._book.by_id[request.id] = queued
         self._book.enter(queued, queues)
-        self._learn(group, queues)
+        self._learn(queues)
         self._forming.form_early(queues, queue, self._book.now_s)
-        if group.needs_dispatch or group.tally.items:
-            self._book.touch(group)
+        if self._group.needs_dispatch or self._group.tally.items:
+            self._book.touch()
 
-    def held(self, group: Group, queues: ModelQueues) -> tuple[int, int]:
+    def held(self, queues: ModelQueues) -> tuple[int, int]:
         """Slots of the model's engines that online requests want, and those that lines hold.
 
         A barrier engine gives all its slots to one batch.
@@ -77,19 +79,19 @@ class Admission:
             online = sum([not all(of_lines) for of_lines in running if of_lines])
             return online * queues.slots, lines * queues.slots
         fair = queues.fair
-        members = (queues,) if len(group.queues) == 1 else group.queues.values()
+        members = (queues,) if len(self._group.queues) == 1 else self._group.queues.values()
         lines = sum([member.items.running for member in members if member.fair is fair])
         return sum([member.present for member in members if member.fair is fair]) - lines, lines
 
-    def _learn(self, group: Group, queues: ModelQueues) -> None:
+    def _learn(self, queues: ModelQueues) -> None:
         """Learn the reserve from an online request that waits from now on."""
         engines = queues.engines
         if engines and engines[0].info.barrier:
-            wanted = self.held(group, queues)[0] + queues.slots  # it wants an engine of its own
-        elif len(group.queues) == 1:
+            wanted = self.held(queues)[0] + queues.slots  # it wants an engine of its own
+        elif len(self._group.queues) == 1:
             wanted = queues.present - queues.items.running
         else:
-            wanted, _ = self.held(group, queues)
+            wanted, _ = self.held(queues)
         reserve = self.reserves.get(queues.fair)
         if reserve is None:
             reserve = self.reserves[queues.fair] = Reserve(self._limits.item_stops)
@@ -109,8 +111,8 @@ def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
     if most == request.share:
         return False
     for queued in reversed(book.by_id.values()):
-        if queued.request.share == most and queued.run is None and queued.group == group.name:
-            book.touch(group)  # one share may wait alone now, and its batches form early
+        if queued.request.share == most and queued.run is None:
+            book.touch()  # one share may wait alone now, and its batches form early
             book.queues_of(queued).leave(queued)
             book.fail(queued, "queue_full")
             return True

@@ -1,6 +1,6 @@
 """Engines as the scheduler sees them: running requests, free room, speed, and the choice of an engine for a request.
 
-The engines of a serving group are a pool. Engines that share a GPU are one worker.
+The engines are a pool. Engines that share a GPU are one worker.
 
 Need for KV cache: a request holds the prompt and the generated tokens, and frees both at the end. Requests end at
 different times, so the peak need of an engine is less than the sum of the requests' totals. With h_i tokens held now,
@@ -39,17 +39,13 @@ class Worker:
     """A GPU and the engines that share it. Only one barrier engine of a worker runs a batch at a time.
 
     running   number of requests on the worker's engines
-    group     group whose requests the worker runs
-    next      group that the worker joins when it is idle; None: it stays
     reserved  the engine and the batch for which a running batch was preempted
     """
 
-    __slots__ = ("engines", "group", "name", "next", "reserved", "running")
+    __slots__ = ("engines", "name", "reserved", "running")
 
-    def __init__(self, name: str, group: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.group = group
-        self.next: str | None = None
         self.engines: list[EngineState] = []
         self.running = 0
         self.reserved: tuple[EngineState, FormedBatch] | None = None
@@ -140,16 +136,11 @@ class EngineState:
     def takes(self, now_s: float) -> bool:
         """Whether the engine may be sent a request now, to run or to wait there (look-ahead)."""
         worker, info = self.worker, self.info
-        if not self.ready or worker.next is not None or worker.reserved is not None or not self.circuit.takes(now_s):
+        if not self.ready or worker.reserved is not None or not self.circuit.takes(now_s):
             return False
         if info.barrier:
             return info.slots > 0 and not worker.running
         return len(self.running) < info.slots + info.look_ahead
-
-    @property
-    def takes_for_group(self) -> bool:
-        """Whether the engine is ready and its worker has joined the group."""
-        return self.ready and self.worker.next is None
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models
@@ -320,9 +311,9 @@ class PrefixMemory:
 
 
 class EnginePool:
-    """The engines of one group.
+    """The engines of a group.
 
-    engines  the group's engines, ready or not, and those whose worker will join, by name
+    engines  all engines that were ever ready or expected, by name
     free     engines that take requests now, by name
     paused   engines in a pause of their circuit, by name
     resting  engines that rest from a model, by name
@@ -342,22 +333,9 @@ class EnginePool:
     # ---- the pool's engines ----
 
     def join(self, engine: EngineState, now_s: float) -> None:
+        """Add a new engine."""
         self.engines[engine.info.name] = engine
-        open_until_s = engine.circuit.open_until_s
-        if engine.ready and open_until_s is not None and open_until_s > now_s:
-            self.paused[engine.info.name] = engine
-        if engine.rests:
-            self.resting[engine.info.name] = engine
         self.update(engine, now_s)
-
-    def leave(self, engine: EngineState) -> None:
-        """Remove an engine, which starts no more requests of this group."""
-        name = engine.info.name
-        for engines in (self.engines, self.free, self.paused, self.resting):
-            engines.pop(name, None)
-        self._count_batch(engine, 0)
-        self.forget_prefixes(engine)
-        self._serving.clear()
 
     def update(self, engine: EngineState, now_s: float) -> None:
         """Update the pool after an engine's models or its readiness have changed."""
@@ -415,7 +393,7 @@ class EnginePool:
     # ---- engines of a model ----
 
     def serving(self, model: str) -> list[EngineState]:
-        """Ready engines that serve the model, also those whose worker has yet to join the group."""
+        """Ready engines that serve the model."""
         serving = self._serving.get(model)
         if serving is None:
             serving = [engine for engine in self.engines.values() if engine.ready and engine.serves(model)]

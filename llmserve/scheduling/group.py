@@ -1,16 +1,18 @@
-"""A serving group: the queues of all its models, and its engines; and how batches form out of bins."""
+"""A serving group: the queues of all models, and the engines; and how batches form out of bins.
+
+A scheduler has one group (Shepherd, Section 3.2): more groups are more servers (llmserve/machines).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from llmserve.scheduling.engines import EnginePool, EngineState, Worker
+from llmserve.scheduling.engines import EnginePool, EngineState
+from llmserve.scheduling.fair import FairShares
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
-
-SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
 
 
 class Group:
@@ -23,14 +25,10 @@ class Group:
     rate        rate at which requests end
     arrived_in  queues in which requests have arrived since the last dispatch
     without_engine  queues of models that no working engine serves
-    number      of the group, in the order in which groups were made
-    restless    the groups that are looked at in every step, by name
-    wake_at_s   when the group must be settled at the latest; None: not before the next event
+    wake_at_s   when more could start without an event; None: not before the next event
     """
 
-    def __init__(self, name: str, new_queues: Callable[[str, str, Tally], ModelQueues]) -> None:
-        self.name, self.number = name, 0
-        self.restless: dict[str, Group] = {}
+    def __init__(self, new_queues: Callable[[str, Tally], ModelQueues]) -> None:
         self.queues: dict[str, ModelQueues] = {}
         self.tally = Tally()
         self.present = 0
@@ -44,10 +42,10 @@ class Group:
         self._new_queues = new_queues
 
     def queues_of(self, model: str, now_s: float) -> ModelQueues:
-        """The model's queues in this group, made on first use."""
+        """The model's queues, made on first use."""
         queues = self.queues.get(model)
         if queues is None:
-            queues = self.queues[model] = self._new_queues(model, self.name, self.tally)
+            queues = self.queues[model] = self._new_queues(model, self.tally)
             queues.no_engine_since_s = now_s
             queues.set_engines(self.pool.serving(model), now_s)
             for engine in queues.engines[:1]:
@@ -60,12 +58,6 @@ class Group:
             if queues.release.timed:
                 self.timed.append(queues)
         return queues
-
-    def make_queues(self, worker: Worker, now_s: float) -> None:
-        """Make queues for all models that a worker of this group serves, so that plans can be asked for."""
-        for engine in worker.engines:
-            for model in engine.info.models if engine.ready else ():
-                self.queues_of(model, now_s)
 
     def refresh_engines(self, now_s: float) -> list[ModelQueues]:
         """Update the queues after engines became ready or not, circuits opened or closed, or served models changed.
@@ -86,15 +78,27 @@ class Group:
     def _known_engines(self) -> list[EngineState]:
         return [engine for engine in self.pool.engines.values() if engine.known]
 
-    def ability(self, model: str) -> int:
-        """SERVES: an engine here serves the model.  AWAITS: an engine that does will join.  CANNOT: neither."""
-        serving = self.pool.serving(model)
-        if any(engine.worker.next is None for engine in serving):
-            return SERVES
-        return AWAITS if serving else CANNOT
+    # ---- shares ----
+
+    def served(self) -> list[tuple[tuple[str, ...], dict[str, float]]]:
+        """Weighted tokens by share that were served here since the last call, by the models that compete for engines.
+
+        Models whose shares were served nothing are in the list, too: others may have served the shares.
+        """
+        models: dict[FairShares, list[str]] = {}
+        for model, queues in self.queues.items():
+            models.setdefault(queues.fair, []).append(model)
+        return [(tuple(names), fair.take_given()) for fair, names in models.items()]
+
+    def serve_elsewhere(self, model: str, tokens: Mapping[str, float]) -> None:
+        """Charge the shares that compete for the model's engines. tokens : weighted, by share"""
+        if model in self.queues:
+            self.queues[model].fair.serve_elsewhere(tokens)
+
+    # ---- requests ----
 
     def enter(self, queues: ModelQueues) -> None:
-        """Count one more request that waits or runs in the group."""
+        """Count one more request that waits or runs."""
         queues.present += 1
         self.present += 1
 
@@ -130,23 +134,6 @@ class Group:
         if self.pool.resting:
             dues_s += self.pool.rests_end_s(now_s)
         self.wake_at_s = min(dues_s) if dues_s else None
-        if dues_s:
-            self.rouse()
-
-    def rouse(self) -> None:
-        """Have the group looked at in every step, until it has neither a wake-up time nor a paused engine."""
-        self.restless[self.name] = self
-
-    @property
-    def load(self) -> float:
-        """Present requests for each slot of the group's engines."""
-        slots = [engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group]
-        return self.present / max(1, sum(slots))
-
-    @property
-    def empty(self) -> bool:
-        """Whether no request waits or runs, and no engine is ready."""
-        return not self.present and not any(engine.ready for engine in self.pool.engines.values())
 
 
 class Forming:

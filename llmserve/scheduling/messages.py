@@ -161,20 +161,6 @@ class DispatchSolved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: str = ""
 
 
-class ServingGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Workers, and the models and streams whose requests they serve (Shepherd, Section 3.2).
-
-    workers  names of workers; an engine that shares no GPU is a worker of its own name
-    models   models whose requests the group serves
-    streams  (stream, model) pairs whose requests the group serves although another group has the model
-    """
-
-    name: str
-    workers: tuple[str, ...]
-    models: tuple[str, ...]
-    streams: tuple[tuple[str, str], ...] = ()
-
-
 class Tuned(msgspec.Struct, frozen=True, tag=True):
     """Another order from now on: the waiting requests are sorted again, the running requests go on.
 
@@ -198,12 +184,6 @@ class ServedElsewhere(msgspec.Struct, frozen=True, tag=True):
             raise ValueError(f"{len(self.tokens)} shares are too many for one step: at most {SHARES_MAX}")
 
 
-class PlanChanged(msgspec.Struct, frozen=True, tag=True):
-    """A new plan of serving groups. Running requests go on where they are; waiting requests move to their new group."""
-
-    groups: tuple[ServingGroup, ...]
-
-
 Event = (
     RequestArrived
     | RequestCancelled
@@ -218,7 +198,6 @@ Event = (
     | DrainRequested
     | TimerFired
     | DispatchSolved
-    | PlanChanged
     | ServedElsewhere
     | Tuned
 )
@@ -302,23 +281,6 @@ class SolveDispatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: str = ""
 
 
-class PlanGroups(msgspec.Struct, frozen=True, tag=True):
-    """Make a new plan of serving groups: arrival rates differ from the rates of the present plan.
-
-    rates_per_s : (stream, model, arrivals a second)
-    """
-
-    rates_per_s: tuple[tuple[str, str, float], ...]
-
-
 Action = (
-    StartBatch
-    | AbortRequest
-    | PreemptBatch
-    | FailRequest
-    | ReportCircuit
-    | ReportTrust
-    | ReportDue
-    | SolveDispatch
-    | PlanGroups
+    StartBatch | AbortRequest | PreemptBatch | FailRequest | ReportCircuit | ReportTrust | ReportDue | SolveDispatch
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import msgspec
-
 JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
 # counts as jumped.
@@ -135,71 +133,6 @@ class ServiceTime:
         self.tokens_mean = self._tokens / self._answers
         if self._seconds > 0:
             self.seconds_per_token = self._seconds / self._tokens
-
-
-# ---- by stream and model, for plans of groups ----------------------------------------------------------------------
-
-FACTOR = 1.5
-CHANCE = 4.0  # standard deviations of a Poisson count; smaller differences from the planned rate count as chance
-STREAMS_MAX = 10_000  # (stream, model) pairs counted apart; arrivals of further streams are counted by model
-
-Rates = tuple[tuple[str, str, float], ...]
-
-
-class Replan(msgspec.Struct, frozen=True):
-    """When a new plan of groups is asked for.
-
-    every_s    length of a counting window, seconds, and least time between two plans, > 0
-    planned    (stream, model, arrivals a second) of the first plan; pairs that are not listed: 0
-    factor     factor by which a rate may differ from the planned rate, > 1
-    """
-
-    every_s: float
-    planned: Rates = ()
-    factor: float = FACTOR
-
-
-class GroupRates:
-    """Counts arrivals in windows that begin at multiples of `replan.every_s` and compares the rates at their ends."""
-
-    def __init__(self, replan: Replan) -> None:
-        self._every_s = replan.every_s
-        self._factor = replan.factor
-        self._planned = {(stream, model): rate for stream, model, rate in replan.planned}
-        self._window = 0
-        self._counts: dict[tuple[str, str], int] = {}
-
-    def observe(self, stream: str, model: str) -> None:
-        """Count an arrival. Call `end_window` with its time first."""
-        pair = stream, model
-        if pair not in self._counts and len(self._counts) >= STREAMS_MAX:
-            pair = "", model
-        self._counts[pair] = self._counts.get(pair, 0) + 1
-
-    @property
-    def window_ends_at_s(self) -> float | None:
-        """When the present window ends; None while it has no arrival."""
-        return (self._window + 1) * self._every_s if self._counts else None
-
-    def end_window(self, now_s: float) -> Rates | None:
-        """Call at every step. The rates of a window that has ended, if a new plan is wanted for them; else None."""
-        if now_s < (self._window + 1) * self._every_s:
-            return None
-        window = max(self._window + 1, math.floor(now_s / self._every_s))  # rounding may make the quotient too small
-        counts, self._counts = self._counts, {}
-        self._window = window
-        if not counts or not self._differ(counts):
-            return None
-        self._planned = {pair: count / self._every_s for pair, count in counts.items()}
-        return tuple([(stream, model, self._planned[stream, model]) for stream, model in sorted(self._planned)])
-
-    def _differ(self, counts: dict[tuple[str, str], int]) -> bool:
-        for pair in counts.keys() | self._planned.keys():
-            count, expected = counts.get(pair, 0), self._planned.get(pair, 0.0) * self._every_s
-            larger, smaller = max(count, expected), min(count, expected)
-            if larger > self._factor * smaller and larger - smaller > CHANCE * math.sqrt(larger):
-                return True
-        return False
 
 
 class ItemRate:

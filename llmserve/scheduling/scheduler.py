@@ -5,8 +5,7 @@ the same object. A request goes predicted length -> bin -> formed batch -> engin
 
     RequestArrived -> [bin queue] --release--> [formed queue] --order--> StartBatch -> RequestEnded | BatchEnded
 
-Each model has its own queues in each serving group (scheduling/groups.py; without a plan there is one group). This
-module handles events; only dispatch.py starts and preempts batches.
+Each model has its own queues. This module handles events; only dispatch.py starts and preempts batches.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from llmserve.request import Request
 from llmserve.scheduling.admission import Admission
 from llmserve.scheduling.choice.batch_lane import BatchLane
 from llmserve.scheduling.choice.dispatch import Dispatch
@@ -24,7 +22,6 @@ from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.group import Group
-from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -39,20 +36,17 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     ForecastsRevised,
-    PlanChanged,
-    PlanGroups,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     ServedElsewhere,
-    ServingGroup,
     SolveDispatch,
     TimerFired,
     Tuned,
 )
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import FormedBatch, Run
-from llmserve.scheduling.rates import GroupRates
+from llmserve.scheduling.request_book import RequestBook
 
 
 class Scheduler:
@@ -61,35 +55,32 @@ class Scheduler:
     wake_at_s  latest time for the next TimerFired; None: no timer is needed before the next event
     preempts   whether the order preempts, so that AnswerBegan events are needed
 
-    new_queues  makes a model's queues in a group
+    new_queues  makes a model's queues
     dispatch    starts batches on engines, by an order
     circuit     makes a circuit breaker for a new engine
-    plan        the first plan of serving groups; (): one group serves all
-    rates       when set, another plan is asked for (PlanGroups) when arrival rates have changed
     """
 
     def __init__(
         self,
         *,
-        new_queues: Callable[[str, str, Tally], ModelQueues],
+        new_queues: Callable[[str, Tally], ModelQueues],
         dispatch: Dispatch,
         circuit: Callable[[], Circuit],
         limits: Limits,
-        plan: tuple[ServingGroup, ...] = (),
-        rates: GroupRates | None = None,
     ) -> None:
-        self.groups = Groups(lambda name: Group(name, new_queues), plan)
+        self.group = Group(new_queues)
         self.wake_at_s: float | None = None
         self.preempts = dispatch.order.preempts
         self._dispatch = dispatch
-        self._book = RequestBook(self.groups, dispatch.forming, dispatch.order, dispatch.times, limits)
-        self.requests, self.engines = self._book.by_id, self.groups.engines
-        self._engines = EngineBook(self.groups, self._book, circuit)
+        self._book = RequestBook(self.group, dispatch.forming, dispatch.order, dispatch.times, limits)
+        self.requests, self.engines = self._book.by_id, self.group.pool.engines
+        self._engines = EngineBook(self.group, self._book, circuit)
         self._faults = Faults(lambda name: self.engines[name].circuit)
-        self._rates = rates
-        self._admission = Admission(self._book, self._engines.awaits, dispatch.forming, self._faults, limits)
-        self.batch_lane = BatchLane(self.groups, self._book, dispatch, self._admission, limits.item_stops)
-        self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first of each is being solved
+        self._admission = Admission(
+            self.group, self._book, self._engines.awaits, dispatch.forming, self._faults, limits
+        )
+        self.batch_lane = BatchLane(self.group, self._book, dispatch, self._admission, limits.item_stops)
+        self._solving: dict[str, deque[SolveDispatch]] = {}  # by model; the first of each is being solved
         self._now_s = 0.0
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -106,14 +97,9 @@ class Scheduler:
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
             DispatchSolved: self._on_dispatch_solved,
-            PlanChanged: self._on_plan_changed,
-            ServedElsewhere: lambda event: self.groups.serve_elsewhere(event.model, event.tokens),
+            ServedElsewhere: lambda event: self.group.serve_elsewhere(event.model, event.tokens),
             Tuned: self._on_tuned,
         }
-
-    @property
-    def plan(self) -> tuple[ServingGroup, ...]:
-        return self.groups.layout.groups
 
     @property
     def order(self) -> Order:
@@ -121,16 +107,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum([group.tally.waiting for group in self.groups])
+        return self.group.tally.waiting
 
     @property
     def models(self) -> dict[str, ModelQueues]:
-        """Queues by model: those in the model's own group; else those in the first group that has some."""
-        return self.groups.models()
+        """Queues by model."""
+        return self.group.queues
 
     def queues(self, model: str) -> ModelQueues:
-        """The model's entry in `models`; new queues are made when there is none."""
-        return self.groups.queues_of(model) or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
+        """The model's entry in `models`, made on first use."""
+        return self.group.queues_of(model, self._now_s)
 
     def has(self, request_id: int) -> bool:
         """Whether the request waits or runs, as a line of a job or online."""
@@ -143,12 +129,9 @@ class Scheduler:
         assert now_s >= self._now_s, f"time ran backwards: {now_s} after {self._now_s}"
         self._now_s = now_s
         actions = self._actions = self._dispatch.actions = []
-        rates = self._rates.end_window(now_s) if self._rates is not None else None
         self._book.begin(now_s, actions)
         self._handlers[type(event)](event)
         self._settle()
-        if rates is not None:
-            actions.append(PlanGroups(rates))
         return actions
 
     def _settle(self) -> None:
@@ -157,46 +140,46 @@ class Scheduler:
             self.batch_lane.promote_due()
         if self._book.deadlines.next_at_s is not None:
             self._book.fail_late()
-        for group in self._book.touched.values():
-            if group.pool.resting:
-                group.pool.look_at_rests(self._now_s)
-            dues_s = self._dispatch.dispatch(group, self._now_s)
-            self.batch_lane.dispatch(group)
-            if not group.present:
-                group.rate.idle()
-            if group.planned:
-                for queues in group.planned:
-                    self._ask_for_plan(group, queues)
-            if dues_s or group.wake_at_s is not None or group.pool.paused or group.pool.resting:
-                group.note_wake(dues_s, self._now_s)
-        if self.groups.only is None:
-            self.groups.drop_empty()
-        self.wake_at_s = next_wake_s(self._book.next_late_at_s(), self.groups, self._rates)
+        if self._book.touched:
+            self._dispatch_all(self.group)
+        self.wake_at_s = self._book.next_late_at_s()
+        if (at_s := self.group.wake_at_s) is not None and (self.wake_at_s is None or at_s < self.wake_at_s):
+            self.wake_at_s = at_s
         if self.batch_lane.waiting:
             self.wake_at_s = self.batch_lane.next_wake_s(self.wake_at_s)
+
+    def _dispatch_all(self, group: Group) -> None:
+        """Start requests, then items of batch jobs, ask for new plans, and set the group's wake-up time."""
+        if group.pool.resting:
+            group.pool.look_at_rests(self._now_s)
+        dues_s = self._dispatch.dispatch(group, self._now_s)
+        self.batch_lane.dispatch()
+        if not group.present:
+            group.rate.idle()
+        for queues in group.planned:
+            self._ask_for_plan(queues)
+        if dues_s or group.wake_at_s is not None or group.pool.paused or group.pool.resting:
+            group.note_wake(dues_s, self._now_s)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def _on_request_arrived(self, event: RequestArrived) -> None:
         request = event.request
         assert request.id not in self.requests, f"request {request.id} arrived twice"
-        if self._rates is not None:
-            self._rates.observe(request.stream, request.model)
-        group = self.groups.only or self.groups.group_for(request)
-        waiting = len(self.batch_lane.waiting) if request.background else group.tally.waiting
-        if (refusal := self._admission.refusal(request, group, waiting)) is not None:
-            self._book.report_failed(request.id, refusal, group)
+        waiting = len(self.batch_lane.waiting) if request.background else self.group.tally.waiting
+        if (refusal := self._admission.refusal(request, waiting)) is not None:
+            self._book.report_failed(request.id, refusal)
         elif request.background:
             self.batch_lane.arrive(request)
         else:
-            self._admission.enter(request, group)
+            self._admission.enter(request)
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is None or queued.cancelled:
             self.batch_lane.remove(event.request_id)
             return  # the request ended or was refused before its cancellation arrived
-        self._book.touch(self._book.group_of(queued))
+        self._book.touch()
         if queued.run is not None:
             queued.cancelled = True
             self._actions.append(AbortRequest(queued.run.engine, event.request_id))
@@ -206,7 +189,7 @@ class Scheduler:
 
     def _on_answer_began(self, event: AnswerBegan) -> None:
         if (queued := self.requests.get(event.request_id)) is not None:
-            self._book.touch(self._book.group_of(queued))
+            self._book.touch()
             if queued.run is not None:
                 queued.run.began = True
 
@@ -214,17 +197,17 @@ class Scheduler:
         engine = self.engines.get(event.engine)
         if engine is None:
             return
-        group, run = self.groups.group_of(engine), engine.running.get(event.request_id)
-        self._book.touch(group)
+        pool, run = self.group.pool, engine.running.get(event.request_id)
+        self._book.touch()
         if run is None:  # stale: the engine was lost in between, and the request was requeued or has ended
             return
         queued = run.queued
         self._judge(event, engine, run)
         if event.rest_s is not None:
             engine.rests.refused(queued.request.model, event.rest_s, run.started_at_s, self._now_s)
-            group.pool.resting[event.engine] = engine
+            pool.resting[event.engine] = engine
         engine.remove((run,), self._now_s)
-        group.pool.refresh(engine, self._now_s)
+        pool.refresh(engine, self._now_s)
         if queued.cancelled:
             self._finish(event, engine, run)
         elif event.retryable and (event.refused or event.fault):
@@ -233,7 +216,6 @@ class Scheduler:
             else:
                 self._book.run_again([run], "engine_failed", avoid=event.engine)
             queued.refund()
-            self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping:
             waits = self.batch_lane if queued.request.background and not engine.info.barrier else self._book
             waits.wait_again(queued)
@@ -286,19 +268,16 @@ class Scheduler:
             if engine.info.speeds:
                 longest = max(event.output_tokens.values(), default=0.0)
                 self._book.record_pace(engine, ended[0], len(event.output_tokens), longest)
-        self.groups.group_of(engine).pool.refresh(engine, self._now_s)
+        self.group.pool.refresh(engine, self._now_s)
         self._freed(engine)
 
     def _freed(self, engine: EngineState) -> None:
-        """After runs have left an engine: start the reserved batch, and let an idle worker join its next group."""
-        worker = engine.worker
-        self._book.touch(self.groups.group_of(engine))
-        self._end_reservation(worker)
-        if worker.next is not None and not worker.running:
-            self._engines.changed([self.groups.join(worker, self._now_s)])
+        """After runs have left an engine: start the reserved batch."""
+        self._book.touch()
+        self._end_reservation(engine.worker)
 
     def _end_reservation(self, worker: Worker) -> None:
-        end_reservation(worker, self.groups, self._book, self._dispatch)
+        end_reservation(worker, self.group, self._book, self._dispatch)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
@@ -322,84 +301,56 @@ class Scheduler:
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._dispatch.forming.draining = True
         self.batch_lane.fail("draining")
-        for group in self.groups:
-            self._book.touch(group)
-            for queues in group.queues.values():
-                self._dispatch.forming.form_all_early(queues, self._now_s)
+        self._book.touch()
+        for queues in self.group.queues.values():
+            self._dispatch.forming.form_all_early(queues, self._now_s)
 
     def _on_forecasts_revised(self, event: ForecastsRevised) -> None:
         self._book.revise(event.changes)
         self.batch_lane.revise(event.changes)
 
     def _on_timer_fired(self, event: TimerFired) -> None:
-        for group in self.groups:
-            if self.batch_lane.waiting or (group.wake_at_s is not None and group.wake_at_s <= self._now_s):
-                self._book.touch(group)
+        if self.batch_lane.waiting:  # the group's own wake-up time, if it has come, is noticed in every step
+            self._book.touch()
         self._book.fail_helpless()
 
-    def _ask_for_plan(self, group: Group, queues: ModelQueues) -> None:
+    def _ask_for_plan(self, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
             pending = self._solving.setdefault(queues.model, deque())
-            pending.append((group, SolveDispatch(observed, queues.model)))
-            if len(pending) == 1:  # one question per model at a time: DispatchSolved names the model, not the group
-                self._actions.append(pending[0][1])
+            pending.append(SolveDispatch(observed, queues.model))
+            if len(pending) == 1:  # one question per model at a time; queues that were made anew ask another
+                self._actions.append(pending[0])
 
     def _on_dispatch_solved(self, event: DispatchSolved) -> None:
-        pending = self._solving.pop(event.model, None)
-        if pending is None:  # no group has asked for this plan
-            queues = self.groups.queues_of(event.model)
-        else:
-            group, _ = pending.popleft()
+        if (pending := self._solving.pop(event.model, None)) is not None:
+            pending.popleft()
             if pending:
                 self._solving[event.model] = pending
-                self._actions.append(pending[0][1])
-            queues = group.queues.get(event.model) if self.groups.by_name.get(group.name) is group else None
-        if queues is not None:  # None: the group or its queues have been removed since the question
-            self._book.touch(self.groups.by_name[queues.group])
+                self._actions.append(pending[0])
+        if (queues := self.group.queues.get(event.model)) is not None:  # else they were removed since the question
+            self._book.touch()
             if queues.follow(event.plan):
                 self._book.sort_into_queues(queues)
 
     def _on_tuned(self, event: Tuned) -> None:
-        self._dispatch.tune(event.settings, self.groups)
-        for group in self.groups:
-            self._book.touch(group)
-
-    def _on_plan_changed(self, event: PlanChanged) -> None:
-        self._engines.changed(self.groups.change(event.groups, self._now_s))
-        for engine in self.engines.values():
-            self._end_reservation(engine.worker)  # the worker may be leaving its group
-        for group in self.groups:
-            self._book.touch(group)
-        self._book.place_again(list(self.requests.values()))
+        self._dispatch.tune(event.settings, self.group)
+        self._book.touch()
 
 
-def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch: Dispatch) -> None:
+def end_reservation(worker: Worker, group: Group, book: RequestBook, dispatch: Dispatch) -> None:
     """Start the batch for which the worker is reserved, if it is idle; or give the batch up, if it would wait in vain.
 
-    The requests that do not start wait in their bin, or in another group.
+    The requests that do not start wait in their bin.
     """
     if worker.reserved is None or (worker.running and not _is_in_vain(*worker.reserved)):
         return
     waiting = list(worker.reserved[1].requests.values())
-    group = groups.by_name[waiting[0].group if waiting else worker.next or worker.group]
     book.fail_late()
     dispatch.start_reserved(group, worker, book.now_s)
     for queued in [queued for queued in waiting if queued.run is None]:
         book.watch(queued)  # batch times may have changed since its arrival
-    book.place_again(waiting)
 
 
 def _is_in_vain(engine: EngineState, batch: FormedBatch) -> bool:
     """Whether the engine, reserved for the batch, takes no more requests of it."""
-    return not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model))
-
-
-def next_wake_s(late_at_s: float | None, groups: Groups, rates: GroupRates | None) -> float | None:
-    """When the scheduler must be stepped at the latest. late_at_s : when a waiting request will be late"""
-    at_s = late_at_s
-    for group in groups.restless.values():
-        if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
-            at_s = group.wake_at_s
-    if rates is not None and rates.window_ends_at_s is not None:
-        at_s = rates.window_ends_at_s if at_s is None else min(at_s, rates.window_ends_at_s)
-    return at_s
+    return not (engine.ready and engine.circuit.closed and engine.serves(batch.model))

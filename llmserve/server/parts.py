@@ -13,14 +13,14 @@ from llmserve.jobs.part import Jobs
 from llmserve.live.part import Live
 from llmserve.observe.part import AccessLog, Energy, Measurements, Traces, Usage
 from llmserve.part import Part
-from llmserve.planning.part import Plan, Regrouping
+from llmserve.planning.part import Plan
 from llmserve.tenants.part import KeyFiles, Keys
 from llmserve.web.part import Front, OwnPaths, Page
 from llmserve.webhook.part import Webhook
 
 Parts = tuple[Part | tuple[Part, ...], ...]
 
-DRIVER: Parts = (Plan(), (Engines(), Predictors()), Live(), Regrouping())
+DRIVER: Parts = (Plan(), (Engines(), Predictors()), Live())
 """The parts that run requests, for a process that has no clients but itself."""
 
 PARTS: Parts = (

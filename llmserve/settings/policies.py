@@ -19,7 +19,6 @@ from llmserve.scheduling.choice.preemption import MomentDispatch
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.lengths import Learnt, SeenLengths
 from llmserve.scheduling.limits import Limits
-from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
@@ -27,7 +26,7 @@ from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.queues.window_queue import WindowQueue
-from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
+from llmserve.scheduling.rates import Arrivals, ServiceTime
 from llmserve.scheduling.release import Planned, Plans, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
@@ -311,8 +310,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         *,
         order: Order | None = None,
         release: Callable[[Arrivals], Release] | None = None,
-        plan: tuple[ServingGroup, ...] = (),
-        rates: GroupRates | None = None,
         learnt: Mapping[str, Learnt] = MappingProxyType({}),
     ) -> Scheduler:
         """Create a scheduler from a resolved configuration.
@@ -320,30 +317,26 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         scores          sample of `scores` (tokens), for the first edges
         lengths         one likely length for each of the same forecasts; () when the scores are lengths
         order, release  used instead of the named ones; `release` is called for each model, with its arrivals
-        plan, rates     of serving groups
         learnt          by model, used instead of scores and lengths where it has some
 
-        Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
+        Raises ValueError when `edges` does not fit `bins`.
         """
         assert self.order is not None, "resolve the configuration first"
         dispatch = self._dispatch(order or self.named_order())
         self.queues("", scores, lengths, order=dispatch.order, release=release)  # raises errors before any request
         return Scheduler(
-            new_queues=lambda model, group, tally: self.queues(
+            new_queues=lambda model, tally: self.queues(
                 model,
                 scores,
                 lengths,
                 order=dispatch.order,
                 release=release,
-                group=group,
                 tally=tally,
                 learnt=learnt.get(model, NOTHING_LEARNT),
             ),
             dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             limits=Limits(self.queue_requests_max, self.retries_max, self.engine_wait_s, self.line_stops),
-            plan=plan,
-            rates=rates,
         )
 
     def _dispatch(self, order: Order) -> Dispatch:
@@ -359,7 +352,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         *,
         order: Order | None = None,
         release: Callable[[Arrivals], Release] | None = None,
-        group: str = "",
         tally: Tally | None = None,
         learnt: Learnt = NOTHING_LEARNT,
     ) -> ModelQueues:
@@ -388,7 +380,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             else None,
             queue=self._queue(order),
             follows_load=order.follows_load,
-            group=group,
             tally=tally,
         )
         if learnt.service is not None:

@@ -200,19 +200,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: Annotated[
         str | None,
         Meta(
-            description="file of `llmserve plan`: groups of workers, with their models and streams. All other models "
-            "and workers belong to the fallback group. A group's `workers` names its workers (WORKER, or an engine's "
-            "HOST:PORT); otherwise the group gets as many workers as its `gpus`, of the workers that serve its models"
-        ),
-    ] = None
-    plan_instance: Annotated[
-        str | None, Meta(description="file of the plan's problem instance, for replanning; with --replan-every-s")
-    ] = None
-    replan_every_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="least interval between two replans of the groups, which follow a change of the arrival rates "
-            "(default: never)"
+            description="file of `llmserve plan`: groups of workers, with their models and streams. With --group, this "
+            "is the server of one of them. With --engines-are-groups, this is their door, and the engine NAME=URL is "
+            "the server of the group NAME. `llmserve up` starts them all"
         ),
     ] = None
     group: Annotated[
@@ -274,13 +264,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_plan()
 
     def _check_plan(self) -> None:
-        for name in ("plan_instance", "replan_every_s", "group"):
-            if getattr(self, name) and self.plan is None:
-                raise ConfigError(f"{name} has no effect without --plan")
-        if (self.plan_instance is None) != (self.replan_every_s is None):
-            raise ConfigError("replan_every_s and plan_instance must be given together")
-        if self.group and self.replan_every_s:
-            raise ConfigError("group and replan_every_s must not be given together")
+        if self.group is not None and self.plan is None:
+            raise ConfigError("group has no effect without --plan")
+        if self.plan is not None and (self.group is None) != self.engines_are_groups:
+            raise ConfigError(
+                "plan: a server has one group. Give --group (or --engines-are-groups, to a door), or start all groups "
+                "with `llmserve up CLUSTER.toml --plan PLAN.json`"
+            )
 
 
 def _placed(entry: str) -> tuple[str, str]:

@@ -13,14 +13,11 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import (
     EngineReady,
-    PlanChanged,
     PreemptBatch,
     RequestArrived,
     RequestEnded,
-    ServingGroup,
     TimerFired,
 )
-from llmserve.scheduling.rates import Replan
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
 
@@ -40,27 +37,6 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert header == HEADER
     assert [step.event for step in steps] == [EngineReady(EngineInfo("e", 1, True)), RequestArrived(Request(1, 5.0))]
     assert journal.replay(header, steps) == steps
-
-
-def test_groups_are_in_the_header_and_changes_of_their_plan_among_the_events(tmp_path: Path) -> None:
-    left = ServingGroup("left", ("e",), ("m",))
-    right = ServingGroup("right", ("f",), ("n",), (("chat", "m"),))
-    header = Header(HEADER.scheduling, groups=(left, right), replan=Replan(60.0, (("chat", "m", 2.0),)))
-    events = [
-        EngineReady(EngineInfo("e", 1, True)),
-        RequestArrived(Request(1, 5.0, model="m")),
-        PlanChanged((right,)),
-        EngineReady(EngineInfo("f", 1, True)),
-        RequestEnded("e", 1, "completed", 4.0),
-    ]
-    with Journal(header, path=tmp_path / "j") as book:
-        scheduler = header.scheduler()
-        for now_s, event in enumerate(events):
-            book.append(float(now_s), event, scheduler.handle(event, float(now_s)))
-    read, steps = journal.read(tmp_path / "j")
-    assert read == header
-    assert [step.event for step in steps] == events
-    assert journal.replay(read, steps) == steps
 
 
 BEFORE_MODELS = """\
@@ -152,10 +128,12 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
     assert journal.replay(read, steps) == steps
 
 
-def test_groups_that_contradict_each_other_are_an_error() -> None:
-    left = ServingGroup("left", ("e",), ("m",))
-    with pytest.raises(ValueError, match="name 'left' is in two groups"):
-        Header(HEADER.scheduling, groups=(left, left)).scheduler()
+def test_a_journal_of_a_server_with_several_groups_is_refused_by_its_version(tmp_path: Path) -> None:
+    first, *steps = written(tmp_path / "j").read_text().splitlines(keepends=True)
+    grouped = first.replace('"version":11', '"version":10,"groups":[{"name":"left","workers":["e"],"models":["m"]}]')
+    (tmp_path / "j").write_text("".join([grouped, *steps]))
+    with pytest.raises(JournalError, match="version 10 of the format, is of a server with several groups"):
+        journal.read(tmp_path / "j")
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:

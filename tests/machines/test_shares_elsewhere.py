@@ -54,7 +54,7 @@ class Groups:
 
     def exchange(self) -> None:
         for name, group in self.groups.items():
-            served = [Served(models, tokens) for models, tokens in group.scheduler.groups.served()]
+            served = [Served(models, tokens) for models, tokens in group.scheduler.group.served()]
             self._shares.heard(name, served)
         for name, told in self._shares.deal().items():
             for row in told:
@@ -111,11 +111,11 @@ def test_what_was_charged_too_much_is_not_told() -> None:
     scheduler = Groups("fffs").groups["left"].scheduler
     share = scheduler.queues("").fair.of("ann", 1.0)
     share.charge(100.0)
-    assert scheduler.groups.served() == [(("",), {"ann": 100.0})]
+    assert scheduler.group.served() == [(("",), {"ann": 100.0})]
     share.charge(-60.0)
-    assert scheduler.groups.served() == [(("",), {})]
+    assert scheduler.group.served() == [(("",), {})]
     share.charge(100.0)
-    assert scheduler.groups.served() == [(("",), {"ann": 40.0})]
+    assert scheduler.group.served() == [(("",), {"ann": 40.0})]
     with pytest.raises(ValueError, match="too many for one step"):
         ServedElsewhere("", {str(number): 1.0 for number in range(SHARES_MAX + 1)})
 

@@ -17,7 +17,7 @@ SPEED = StepTimes(0.5, (1.0, 1.5, 2.0, 2.5))
 def engine(*, slots: int = 4, barrier: bool = True, **speeds: StepTimes) -> EngineState:
     """speeds : by model; `every` is the speed of all other models."""
     speed_of = {"" if model == "every" else model: speed for model, speed in speeds.items()}
-    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=speed_of), Circuit(0, 1.0), Worker("gpu0", ""))
+    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=speed_of), Circuit(0, 1.0), Worker("gpu0"))
 
 
 def queues(*lengths: float, bins: int = 1, edges: tuple[float, ...] | None = None, batch_size: int = 4) -> ModelQueues:

@@ -67,7 +67,7 @@ def test_time_in_an_engines_own_queue_is_no_service_time() -> None:
         arrive(scheduler, *range(1, 201))
         for number in range(1, 193):  # one answer of 10 tokens each second
             step(scheduler, RequestEnded("gpu0", number, "completed", 10.0), now_s=float(number))
-        seconds.append(scheduler.groups.models()[""].service.seconds_per_token)
+        seconds.append(scheduler.models[""].service.seconds_per_token)
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 

@@ -20,7 +20,6 @@ from llmserve.scheduling.messages import (
     FailRequest,
     RequestArrived,
     RequestCancelled,
-    ServingGroup,
     StartBatch,
     TimerFired,
 )
@@ -56,9 +55,9 @@ class Driven:
         assert replay(header, steps) == self.steps
 
 
-def driven(*events: Event, plan: tuple[ServingGroup, ...] = (), **config: object) -> Driven:
+def driven(*events: Event, **config: object) -> Driven:
     scheduling = SchedulingConfig(**{**CONFIG, **config}).resolved(barrier=True)  # type: ignore[arg-type]
-    it = Driven(Header(scheduling, groups=plan))
+    it = Driven(Header(scheduling))
     for event in events:
         it.step(event)
     return it
@@ -150,15 +149,6 @@ def test_models_that_clients_invent_leave_nothing_behind(monkeypatch: pytest.Mon
     assert it.arrive(5, 1.0, model="m5") == []
     assert sorted(failed(it.step(TimerFired(), 5.0))) == [(0, "no_engine"), (2, "no_engine"), (4, "no_engine")]
     assert list(it.scheduler.models) == ["m5"]
-    it.check_replay()
-
-
-def test_requests_wait_in_their_own_group_and_move_to_the_engine_that_comes() -> None:
-    plan = (ServingGroup("left", ("gpu0",), ("a",)), ServingGroup("right", ("gpu1",), ("b",)))
-    it = driven(EngineExpected(gpu()), EngineExpected(gpu(name="gpu1")), plan=plan)
-    assert it.arrive(1, model="a") == []
-    assert it.scheduler.requests[1].group == "left"
-    assert started(it.step(EngineReady(gpu("a", "b", name="gpu1")), 1.0)) == [("gpu1", 1)]
     it.check_replay()
 
 

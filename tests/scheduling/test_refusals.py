@@ -16,7 +16,6 @@ from worlds.invariants import check
 
 from llmserve.live.journal import Header, Step, replay
 from llmserve.request import Request
-from llmserve.scheduling.groups import REFUSALS_MAX
 from llmserve.scheduling.messages import (
     Action,
     EngineLost,
@@ -29,6 +28,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.request_book import REFUSALS_MAX
 from llmserve.scheduling.rests import RESTS_S_MAX, Rests
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig

@@ -1,6 +1,5 @@
 """Several models share the engines: each has its own queues, and no model starves another."""
 
-import pytest
 from worlds.invariants import check
 
 from llmserve.request import EngineInfo, Request
@@ -11,11 +10,9 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
-    PlanChanged,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    ServingGroup,
     StartBatch,
     TimerFired,
 )
@@ -25,10 +22,10 @@ from llmserve.settings.policies import SchedulingConfig
 Starts = list[tuple[str, list[int]]]
 
 
-def new_scheduler(*engines: EngineInfo, plan: tuple[ServingGroup, ...] = (), **config: object) -> Scheduler:
+def new_scheduler(*engines: EngineInfo, **config: object) -> Scheduler:
     """By default, batches of 2 of one bin, formed when an engine is free."""
     values = {"bins": 1, "batch_size": 2, "release": "greedy", "order": "fffs", **config}
-    scheduler = SchedulingConfig(**values).resolved(barrier=True).scheduler(plan=plan)  # type: ignore[arg-type]
+    scheduler = SchedulingConfig(**values).resolved(barrier=True).scheduler()  # type: ignore[arg-type]
     for engine in engines:
         step(scheduler, EngineReady(engine))
     return scheduler
@@ -231,87 +228,3 @@ def test_answers_of_one_model_do_not_change_another_models_lengths() -> None:
     step(scheduler, BatchEnded("gpu0", scheduler.engines["gpu0"].running[0].batch_id, {0: 500.0}), 1.0)
     assert scheduler.queues("a").service.tokens_mean == 500.0
     assert scheduler.queues("b").service.tokens_mean == 256.0
-
-
-# ---- moving to another group ----
-
-
-def plan(here: str, there: str, *, streams: tuple[tuple[str, str], ...] = ()) -> tuple[ServingGroup, ...]:
-    """gpu0 serves the models of `here`, one per letter; gpu1 serves those of `there`, and these streams."""
-    return ServingGroup("here", ("gpu0",), tuple(here)), ServingGroup("there", ("gpu1",), tuple(there), streams)
-
-
-def groups(scheduler: Scheduler) -> dict[int, str]:
-    return {request_id: queued.group for request_id, queued in scheduler.requests.items()}
-
-
-@pytest.mark.parametrize("order", ["fffs", "flex"])
-def test_a_moved_request_keeps_its_arrival_time_and_tries(order: str) -> None:
-    release = "window" if order == "flex" else "greedy"
-    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("ab", ""), order=order, release=release)
-    step(scheduler, RequestArrived(Request(0, deadline_s=50.0, model="a")), 0.0)
-    step(scheduler, RequestArrived(Request(1, deadline_s=60.0, model="a")), 1.0)
-    step(scheduler, RequestArrived(Request(2, model="b")), 2.0)
-    step(scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 3.0)  # 0 must run again, alone
-    assert starts(step(scheduler, PlanChanged(plan("b", "a")), 4.0)) == [("gpu1", [1])]
-    assert groups(scheduler) == {0: "here", 1: "there", 2: "here"}
-    moved = scheduler.requests[1]
-    assert (moved.arrived_at_s, moved.request.deadline_s, moved.retries) == (1.0, 60.0, 0)
-
-
-def test_a_moved_request_keeps_its_count_of_retries() -> None:
-    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""), retries_max=1)
-    arrive(scheduler, "a", 0)
-    step(scheduler, EngineClosed("gpu0"), 0.5)
-    step(scheduler, EngineClosed("gpu1"), 0.5)
-    assert step(scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0) == []
-    assert groups(scheduler) == {0: "here"}
-    assert starts(step(scheduler, EngineReady(barrier("gpu1")), 2.0)) == [("gpu1", [0])]
-    assert groups(scheduler) == {0: "there"}
-    actions = step(scheduler, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
-    assert failed(actions) == [(0, "engine_failed")]
-
-
-def test_running_requests_stay_in_their_group() -> None:
-    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""))
-    arrive(scheduler, "a", 0, 1)
-    assert starts(step(scheduler, PlanChanged(plan("", "a")))) == [("gpu1", [1])]
-    assert groups(scheduler) == {0: "here", 1: "there"}
-    assert list(scheduler.engines["gpu0"].running) == [0]
-
-
-def test_the_deadline_of_a_moved_request_is_kept() -> None:
-    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", "b"))
-    arrive(scheduler, "a", 0)
-    arrive(scheduler, "b", 10)
-    step(scheduler, RequestArrived(Request(1, deadline_s=9.0, model="a")))
-    assert step(scheduler, PlanChanged(plan("", "ab")), 1.0) == []
-    assert groups(scheduler)[1] == "there"
-    assert scheduler.wake_at_s == 9.0
-    assert failed(step(scheduler, TimerFired(), 9.0)) == [(1, "deadline_exceeded")]
-
-
-def test_a_moved_request_is_queued_by_arrival_time() -> None:
-    """0 has waited since 0 s, longer than 10."""
-    settings = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
-    scheduler = new_scheduler(
-        barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **settings
-    )
-    arrive(scheduler, "a", 0)
-    step(scheduler, RequestArrived(Request(10, 4.0, model="a", stream="s")), 3.0)
-    assert groups(scheduler) == {0: "here", 10: "there"}
-    assert step(scheduler, PlanChanged(plan("", "a")), 4.0) == []
-    assert groups(scheduler) == {0: "there", 10: "there"}
-    assert scheduler.wake_at_s == 5.0
-    assert starts(step(scheduler, TimerFired(), 5.0)) == [("gpu1", [0, 10])]
-
-
-def test_a_batch_for_which_room_is_made_does_not_move() -> None:
-    settings = {"order": "flex", "release": "window", "batch_size": 8}
-    scheduler = new_scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **settings)
-    arrive(scheduler, "a", 0)
-    arrive(scheduler, "b", 1, 2, 3, 4)  # 0 is told to make room
-    arrive(scheduler, "c", 5)
-    assert starts(step(scheduler, PlanChanged(plan("a", "bc")))) == [("gpu1", [5])]
-    assert groups(scheduler) == {5: "there", **dict.fromkeys(range(5), "here")}
-    assert starts(step(scheduler, RequestEnded("gpu0", 0, "cancelled"), 0.5)) == [("gpu0", [1, 2, 3, 4])]

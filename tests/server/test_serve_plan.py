@@ -1,11 +1,10 @@
-"""`--plan`: groups of workers behind one server; with `--group`, a single group."""
+"""`--plan`: a door's groups, or with `--group` the server of one group."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ import pytest
 from front import Front, StartFront, until
 from worlds.invariants import check
 
-from llmserve import planning as herd
 from llmserve.engines.timed.server import FakeEngine, FakePace
 from llmserve.errors import ConfigError
-from llmserve.live import journal
-from llmserve.planning import HerdGroup, Instance, Model, Plan, Stream
-from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
+from llmserve.planning import HerdGroup, Plan
+from llmserve.scheduling.messages import RequestArrived
 from llmserve.server.reload import Reloader
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 M_AND_N = {"n": FakePace(0.005)}
+PAIR = HerdGroup("w0", 1, ("m",)), HerdGroup("w1", 1, ("n",))
 
 
 @asynccontextmanager
@@ -63,106 +61,50 @@ def name_of(fake: FakeEngine) -> str:
     return fake.url.removeprefix("http://")
 
 
-def groups_of(front: Front) -> dict[str, tuple[str, ...]]:
-    return {group.name: group.workers for group in front.cluster.scheduler.plan}
+# ---- a door ----
 
 
-async def until_assigned(front: Front, **workers: tuple[str, ...]) -> None:
-    await until(lambda: groups_of(front) == workers)
-
-
-# ---- one process ----
-
-
-async def test_requests_go_to_the_group_of_their_model_or_stream_and_the_rest_to_the_fallback(
+async def test_a_door_sends_requests_to_the_group_of_their_model_or_stream_and_the_rest_anywhere(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    plan = saved(
-        tmp_path,
-        HerdGroup("left", 1, ("m",), workers=("w0",)),
-        HerdGroup("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
-    )
+    plan = saved(tmp_path, HerdGroup("w0", 1, ("m",)), HerdGroup("w1", 1, ("n",), streams=(("chat", "m"),)))
     async with engines(2) as (first, second), FakeEngine(step_s=0.005, model="k") as third:
-        front = await start_front(engines=placed((first, second, third), plan=plan))
+        front = await start_front(engines=placed((first, second, third), plan=plan, engines_are_groups=True))
         assert await ask(front, "m") == (200, name_of(first))
         assert await ask(front, "n") == (200, name_of(second))
         assert await ask(front, "m", "chat") == (200, name_of(second))
         assert await ask(front, "m", "mail") == (200, name_of(first))
         assert await ask(front, "k") == (200, name_of(third))
         assert (await ask(front, "other"))[0] == 404
+    assert sorted(front.cluster.scheduler.models) == ["k", "m", "m in w1", "n"]
 
 
-async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_that_they_serve(
+async def test_while_a_group_is_away_others_serve_its_requests_if_they_have_the_model(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    plan = saved(tmp_path, HerdGroup("left", 1, ("m",)), HerdGroup("right", 2, ("n",)))
-    async with (
-        FakeEngine(step_s=0.005, model="n") as first,
-        FakeEngine(step_s=0.005, model="m") as second,
-        engines(2) as (third, fourth),
-    ):
-        front = await start_front(engines=placed((first, second, third, fourth), plan=plan))
-        await until_assigned(front, left=("w1",), right=("w0", "w2"))
+    plan = saved(tmp_path, HerdGroup("w0", 1, ("m",)), HerdGroup("w1", 1, ("n",), streams=(("chat", "m"),)))
+    async with engines(2) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, engines_are_groups=True))
+        fleet = front.cluster.fleet
+        left, right = fleet.handles[name_of(first)], fleet.handles[name_of(second)]
+        assert await ask(front, "m", "chat") == (200, name_of(second))
+        fleet.drain(right)
+        assert await ask(front, "m", "chat") == (200, name_of(first))
+        assert await ask(front, "n") == (200, name_of(first))
+        fleet.resume(right)
+        assert await ask(front, "m", "chat") == (200, name_of(second))
+        assert await ask(front, "n") == (200, name_of(second))
+        fleet.drain(left)
         assert await ask(front, "m") == (200, name_of(second))
-        for _ in range(3):
-            assert (await ask(front, "n"))[1] in (name_of(first), name_of(third))
+        check(front.cluster.scheduler)
 
 
-async def test_a_plan_that_changes_under_load_loses_no_request_and_runs_none_twice(
-    start_front: StartFront, tmp_path: Path
-) -> None:
-    left, right = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("right", 1, ("n",), workers=("w1",))
-    swapped = (ServingGroup("left", ("w1",), ("m",)), ServingGroup("right", ("w0",), ("n",)))
-    merged = (ServingGroup("all", ("w0", "w1"), ("m", "n")),)
-    async with engines(2, slots=2) as fakes:
-        front = await start_front(engines=placed(fakes, 2, plan=saved(tmp_path, left, right)))
-        asking = [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(90)]
-
-        def over(count: int) -> bool:
-            return sum(task.done() for task in asking) >= count
-
-        for ended, groups in zip((10, 20, 30, 40, 50), (swapped, merged, swapped, (), merged), strict=True):
-            await until(partial(over, ended))
-            assert front.cluster.scheduler.waiting, "some requests must wait"
-            front.cluster.driver.step(PlanChanged(groups))
-            check(front.cluster.scheduler)
-            asking += [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(4)]
-        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
-        assert sum(len(fake.bodies) for fake in fakes) == len(asking), "each request must run once"
-    steps = list(front.cluster.journal.steps)
-    ended = [step.event.request_id for step in steps if isinstance(step.event, RequestEnded)]
-    assert sorted(ended) == [step.event.request.id for step in steps if isinstance(step.event, RequestArrived)]
-    assert journal.replay(front.cluster.journal.header, steps) == steps
-
-
-async def test_groups_are_planned_again_for_the_current_rates(start_front: StartFront, tmp_path: Path) -> None:
-    """The plan has three GPUs for m and one for n; then all arrivals are of n."""
-    instance = Instance(
-        streams=(Stream("all", "m", rate_per_s=90.0, slo_s=1.0), Stream("all", "n", rate_per_s=20.0, slo_s=1.0)),
-        models=tuple([Model(name, 30.0, 20.0, 0.0, batch_size_max=1) for name in ("m", "n")]),
-        gpus=4,
-        gpu_memory_gb=40.0,
-        group_gpus_max=3,
-        groups=2,
-    )
-    instance.save(tmp_path / "instance.json")
-    first = herd.plan(instance)
-    first.save(tmp_path / "plan.json")
-    assert {group.models: group.gpus for group in first.groups} == {("m",): 3, ("n",): 1}
-    files = {"plan": str(tmp_path / "plan.json"), "plan_instance": str(tmp_path / "instance.json")}
-    async with engines(4, slots=4, step_s=0.001) as fakes:
-        front = await start_front(engines=placed(fakes, 4, replan_every_s=1.0, **files))
-
-        def workers() -> dict[tuple[str, ...], int]:
-            return {group.models: len(group.workers) for group in front.cluster.scheduler.plan}
-
-        await until(lambda: workers() == {("m",): 3, ("n",): 1})
-        async with asyncio.timeout(30):
-            while workers() != {("m",): 1, ("n",): 3}:
-                await asyncio.gather(*(ask(front, "n", max_tokens=1) for _ in range(5)))
-                await asyncio.sleep(0.05)
-    steps = list(front.cluster.journal.steps)
-    assert journal.replay(front.cluster.journal.header, steps) == steps
+async def test_a_group_that_no_model_is_for_gets_the_streams_that_are(start_front: StartFront, tmp_path: Path) -> None:
+    plan = saved(tmp_path, HerdGroup("w0", 1, ("m", "n")), HerdGroup("w1", 1, (), streams=(("chat", "m"),)))
+    async with engines(2) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, engines_are_groups=True))
+        assert {(await ask(front, "m"))[1] for _ in range(3)} == {name_of(first)}
+        assert await ask(front, "m", "chat") == (200, name_of(second))
 
 
 # ---- invalid settings ----
@@ -172,12 +114,9 @@ async def test_groups_are_planned_again_for_the_current_rates(start_front: Start
     ("fields", "message"),
     [
         ({"group": "left"}, "group has no effect without --plan"),
-        ({"plan": "p", "replan_every_s": 5.0}, "must be given together"),
-        (
-            {"plan": "p", "plan_instance": "i", "replan_every_s": 5.0, "group": "left"},
-            "group and replan_every_s must not be",
-        ),
-        ({"plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
+        ({"plan": "p"}, "a server has one group. Give --group .*, or start all groups with `llmserve up CLUSTER.toml"),
+        ({"plan": "p", "group": "left", "engines_are_groups": True}, "a server has one group"),
+        ({"plan": "/nowhere/plan.json", "group": "left"}, "/nowhere/plan.json"),
     ],
 )
 async def test_contradictory_settings_of_plans_are_an_error(fields: dict[str, Any], message: str) -> None:
@@ -195,24 +134,24 @@ async def test_an_unknown_group_is_an_error_with_the_nearest_name(tmp_path: Path
             raise AssertionError("it must not start")
 
 
-async def test_a_worker_without_an_engine_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
-    plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("gpu0", "gpu7")))
-    urls = ("gpu0=http://127.0.0.1:9", "gpu1=http://127.0.0.1:10")
-    with pytest.raises(ConfigError, match="plan: group left has no engine on its worker gpu7; did you mean gpu"):
-        async with serving(Config(server=ServerConfig(port=0), engines=EngineConfig(engine=urls, plan=plan))):
+async def test_a_group_without_a_server_behind_its_door_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",)))
+    engine = EngineConfig(engine=("lift=http://127.0.0.1:9",), plan=plan, engines_are_groups=True)
+    with pytest.raises(ConfigError, match="no engine left=URL is the server of the group left; did you mean lift"):
+        async with serving(Config(server=ServerConfig(port=0), engines=engine)):
             raise AssertionError("it must not start")
 
 
 # ---- a single group ----
 
 
-@pytest.mark.parametrize("group", [None, "left"])
+@pytest.mark.parametrize("settings", [{"engines_are_groups": True}, {"group": "w0"}], ids=["door", "group"])
 async def test_a_model_of_the_plan_without_an_engine_is_503_and_not_404(
-    start_front: StartFront, tmp_path: Path, group: str | None
+    start_front: StartFront, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    plan = saved(tmp_path, HerdGroup("left", 1, ("m", "later"), streams=(("chat", "soon"),), workers=("w0",)))
+    plan = saved(tmp_path, HerdGroup("w0", 1, ("m", "later"), streams=(("chat", "soon"),), workers=("w0",)))
     async with engines(1) as fakes:
-        front = await start_front(engines=placed(fakes, plan=plan, group=group))
+        front = await start_front(engines=placed(fakes, plan=plan, **settings))
         assert await ask(front, "m") == (200, name_of(fakes[0]))
         async with front.post(model="later") as response:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "no_engine")
@@ -228,7 +167,6 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
     async with engines(2) as fakes:
         front = await start_front(engines=placed(fakes, plan=plan, group="left"))
         assert list(front.cluster.engines_ready) == [name_of(fakes[1])]
-        assert not front.cluster.scheduler.plan
 
 
 @pytest.mark.parametrize(
@@ -292,7 +230,6 @@ async def test_one_groups_server_gets_streams_deadlines_and_lengths_from_a_route
             assert response.status == 504
             assert (await response.json())["error"]["code"] == "deadline_exceeded"
         assert {status for status, _ in await asyncio.gather(*slow)} == {200}
-    assert not front.cluster.journal.header.groups
     requests = [step.event.request for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
     assert [request.stream for request in requests] == ["mail", "", "", ""]
     assert requests[0].predicted_tokens == 1.0
@@ -314,12 +251,11 @@ async def test_a_group_without_an_engine_here_is_an_error(tmp_path: Path) -> Non
 
 
 async def test_a_plan_and_engines_that_are_read_again_take_effect_together(tmp_path: Path) -> None:
-    """The door of a cluster follows another plan so: groups come, go and get other engines while requests run."""
-    left, right = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("right", 1, ("n",), workers=("w1",))
+    """A door follows another plan so: groups come and go while requests run."""
     async with engines(3, slots=2) as fakes, aiohttp.ClientSession() as session:
         before = Config(
             server=ServerConfig(port=0),
-            engines=placed(fakes[:2], 2, plan=saved(tmp_path, left, right)),
+            engines=placed(fakes[:2], 2, plan=saved(tmp_path, *PAIR), engines_are_groups=True),
             live=LiveConfig(probe_every_s=0.05),
         )
         now = before
@@ -335,12 +271,13 @@ async def test_a_plan_and_engines_that_are_read_again_take_effect_together(tmp_p
                 engines=msgspec.structs.replace(before.engines, engine=placed(fakes, 2).engine[1:]),
                 live=before.live,
             )
-            with pytest.raises(ConfigError, match="group left has no engine on its worker w0"):
+            with pytest.raises(ConfigError, match="no engine w0=URL is the server of the group w0"):
                 await reloader.reload()
-            saved(tmp_path, HerdGroup("left", 2, ("m",), workers=("w1", "w2")))
+            saved(tmp_path, HerdGroup("w2", 1, ("m",)), HerdGroup("w1", 1, ("n",)))
             await reloader.reload()
             assert {status for status, _ in await asyncio.gather(*running)} == {200}
             await until(lambda: set(cluster.engines_ready) == {name_of(fake) for fake in fakes[1:]})
             await until(lambda: all(cluster.engines_ready.values()))
-            assert (await ask(front, "m"))[1] in (name_of(fakes[1]), name_of(fakes[2]))
+            assert await ask(front, "m") == (200, name_of(fakes[2]))
+            assert await ask(front, "n") == (200, name_of(fakes[1]))
             check(cluster.scheduler)

@@ -18,8 +18,6 @@ from worlds.lines import assert_line_may_start, assert_lines_may_wait
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.choice.orders import UNDATED_S
 from llmserve.scheduling.engines import PROVEN_S
-from llmserve.scheduling.groups import REFUSALS_MAX
-from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -34,8 +32,6 @@ from llmserve.scheduling.messages import (
     Event,
     FailRequest,
     ForecastsRevised,
-    PlanChanged,
-    PlanGroups,
     PreemptBatch,
     ReportCircuit,
     ReportDue,
@@ -44,12 +40,12 @@ from llmserve.scheduling.messages import (
     RequestCancelled,
     RequestEnded,
     ServedElsewhere,
-    ServingGroup,
     SolveDispatch,
     StartBatch,
     TimerFired,
     Tuned,
 )
+from llmserve.scheduling.request_book import REFUSALS_MAX
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import TIMEOUT_S, SchedulingConfig, tuned
 
@@ -77,35 +73,17 @@ class Times:
         return own is not None and own < self.tokens
 
 
-class Plan:
-    """Maps workers and requests to their serving groups. Without groups everything belongs to one."""
-
-    def __init__(self, groups: Sequence[ServingGroup]) -> None:
-        self._of_worker = {worker: group.name for group in groups for worker in group.workers}
-        self._of_model = {model: group.name for group in groups for model in group.models}
-        self._of_stream = {pair: group.name for group in groups for pair in group.streams}
-
-    def of_worker(self, name: str) -> str:
-        return self._of_worker.get(name, FALLBACK)
-
-    def of_request(self, request: Request) -> str:
-        named = self._of_stream.get((request.stream, request.model))
-        return named or self._of_model.get(request.model, FALLBACK)
-
-
 class Worker:
     """A GPU.
 
-    group     the group whose requests the worker runs
     stopping  requests that were told to make room and still run
     stopped   number of requests that made room. None: all left, or another event occurred: any batch may follow
     stopped_at_s  when they were told to
     kept      no batch has started since requests were told to make room
     """
 
-    def __init__(self, name: str, group: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.group = group
         self.kept = False
         self.stopped_at_s = 0.0
         self.engines: list[Engine] = []
@@ -182,7 +160,6 @@ class Account:
 
     steps_max  largest number of steps up to a time; more mean an endless loop
     times      how long batches take; None: unknown
-    grouped    there are serving groups: laws about all engines of a model, or the order of its batches, do not apply
     """
 
     def __init__(
@@ -191,11 +168,8 @@ class Account:
         scheduler: Scheduler,
         steps_max: Callable[[float], float],
         times: Times | None = None,
-        *,
-        grouped: bool = False,
     ) -> None:
         self._config = config
-        self._grouped = grouped
         self._direct = config.goes_by_times
         self._times = times
         self._foreseen = times if times is not None and times.foreseen else None
@@ -215,7 +189,6 @@ class Account:
         self._passable: set[int] = set()  # requests that others were allowed to pass at some time
         self._engines: dict[str, Engine] = {}
         self._workers: dict[str, Worker] = {}
-        self._plan = Plan(scheduler.plan)
         self._draining = False
         self._steady = True  # no engine was closed or lost
         self._asked: set[str] = set()  # models whose dispatch plan is being solved
@@ -224,8 +197,8 @@ class Account:
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests in its first start
         self._of_lines: set[int] = set()  # batches of lines
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
-        # By group and model: when a batch of another model overtook requests that had waited longer.
-        self._passed_s: dict[tuple[str, str], float] = {}
+        # By model: when a batch of another model overtook requests that had waited longer.
+        self._passed_s: dict[str, float] = {}
         self._expected: dict[int, str] = {}  # requests that must fail in this step -> reason
         self._makes_room: set[int] = set()  # requests of which one must be refused in this step, for a full queue
         self._shares: set[str] = set()  # of all requests so far
@@ -242,7 +215,6 @@ class Account:
             EngineLost: self._lost,
             DrainRequested: self._drain,
             DispatchSolved: self._solved,
-            PlanChanged: self._planned,
             Tuned: self._tuned,
             ServedElsewhere: lambda event, actions: None,
             TimerFired: lambda event, actions: None,
@@ -256,7 +228,6 @@ class Account:
         assert self.steps <= self._steps_max(now_s), "the scheduler loops"
         self._expected, self._makes_room = {}, set()
         self._handlers[type(event)](event, actions)
-        self._move_idle_workers(event)
         self._update_preemptions(event)
         self._apply(event, actions)
         making_room = [worker for worker in self._workers.values() if worker.stopping]
@@ -388,7 +359,7 @@ class Account:
 
     def _add(self, info: EngineInfo) -> Engine:
         name = info.worker or info.name
-        worker = self._workers.setdefault(name, Worker(name, self._plan.of_worker(name)))
+        worker = self._workers.setdefault(name, Worker(name))
         engine = self._engines[info.name] = Engine(info, worker)
         return engine
 
@@ -430,9 +401,6 @@ class Account:
         self._draining = True
         self._expected.update(dict.fromkeys(self.lines, "draining"))
 
-    def _planned(self, event: PlanChanged, actions: Sequence[Action]) -> None:
-        self._plan = Plan(event.groups)
-
     def _tuned(self, event: Tuned, actions: Sequence[Action]) -> None:
         """What was overtaken under the former order does not count under the new one."""
         self._config = tuned(self._config, event.settings)
@@ -469,7 +437,7 @@ class Account:
         life = self._alive.pop(request_id)
         self.lines.pop(request_id, None)
         if self._waiting.pop(request_id, None) is not None:
-            self._passed_s.pop((self._plan.of_request(life.request), life.request.model), None)  # all were formed
+            self._passed_s.pop(life.request.model, None)  # all were formed
         self._over.add(request_id)
         self.outcomes[outcome] += 1
         self.stayed_s += self._now_s - life.arrived_at_s
@@ -483,18 +451,6 @@ class Account:
                 self._helpless_since_s.pop(model, None)
             else:
                 self._helpless_since_s.setdefault(model, self._now_s)
-
-    def _move_idle_workers(self, event: Event) -> None:
-        """A worker joins its planned group when it runs nothing more; waiting requests may follow it."""
-        moves = isinstance(event, EngineReady | EngineClosed | EngineLost | PlanChanged)
-        for worker in self._workers.values():
-            if not self._stays(worker) and not any(engine.running for engine in worker.engines):
-                worker.group, moves = self._plan.of_worker(worker.name), True
-        if moves and self._grouped:
-            self._passed_s.clear()
-
-    def _stays(self, worker: Worker) -> bool:
-        return worker.group == self._plan.of_worker(worker.name)
 
     def _update_preemptions(self, event: Event) -> None:
         for worker in self._workers.values():
@@ -523,12 +479,10 @@ class Account:
                 self._preempt(action)
             elif isinstance(action, AbortRequest):
                 assert isinstance(event, RequestCancelled), "requests are aborted only when their client leaves"
-            elif isinstance(action, PlanGroups):
-                assert self._grouped, "a group plan is requested although there are no groups"
             elif isinstance(action, ReportDue):
                 self._due(action.request_id)
             elif isinstance(action, ReportTrust):
-                assert self._grouped or action.trusted == self._scheduler.queues(action.model).binning.trust.trusted
+                assert action.trusted == self._scheduler.queues(action.model).binning.trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
                 assert action.model not in self._asked, "two plans are requested at once"
@@ -557,13 +511,10 @@ class Account:
     def _start_lines(self, engine: Engine, batch: Batch) -> None:
         """Lines start on what others leave: their batch has no place among those of the queues."""
         self._assert_takes(engine, batch)
-        group = engine.worker.group
         online = [life.request for life in self._waiting.values()]
-        own = [request for request in online if not self._grouped or self._plan.of_request(request) == group]
         for request in batch.requests:
             life = self._arrive_now(request.id)
-            assert_line_may_start(request, life.request, engine.info, own, self._now_s)
-            self._assert_it_may_run_there(request, engine)
+            assert_line_may_start(request, life.request, engine.info, online, self._now_s)
             life.engine = engine.info.name
             life.tries += 1
             engine.running[request.id] = batch.id
@@ -577,7 +528,6 @@ class Account:
         assert engine.up, f"{info.name} is down and was given work"
         assert info.serves(batch.model), f"{info.name} was given {batch.model!r}, which it does not serve"
         assert not engine.worker.stopping, f"{info.name} was given work while running requests must make room"
-        assert self._stays(engine.worker), f"{info.name} was given work before it joined its group"
         assert batch.requests, "an empty batch was started"
         assert batch.formed_at_s <= self._now_s, "a batch was started before it formed"
         assert len(batch.requests) <= batch.size <= self._config.full_batch, "a batch is too large"
@@ -597,7 +547,7 @@ class Account:
             self._assert_not_overtaken(engine, batch)
         if self._foreseen is not None:
             self._assert_it_is_the_best(self._foreseen, engine, batch)
-        self._passed_s.pop((engine.worker.group, batch.model), None)  # also when a batch starts in parts
+        self._passed_s.pop(batch.model, None)  # also when a batch starts in parts
         self._count_batch(engine.worker, batch)
         self._assert_preemption_pays(engine.worker, batch)
         for request in batch.requests:
@@ -612,7 +562,6 @@ class Account:
         assert life.request == request, f"request {request.id} was changed before its start"
         assert not life.gone, f"request {request.id} was started for a client that has gone"  # (6)
         assert request.model == batch.model, f"request {request.id} is of another model than its batch"
-        self._assert_it_may_run_there(request, engine)
         if request.deadline_s is not None:
             assert request.deadline_s > self._now_s, f"request {request.id} was started late"
             tried = len(batch.requests) == 1 and not engine.running and engine.is_tried(request.model, self._now_s)
@@ -632,21 +581,6 @@ class Account:
         assert tries <= self._config.retries_max + 1, f"request {request.id} was tried too often"  # (9)
         engine.running[request.id] = batch.id
 
-    def _assert_it_may_run_there(self, request: Request, engine: Engine) -> None:
-        """A request starts outside its group only if no engine there serves its model, or if room was made for it."""
-        own, group = self._plan.of_request(request), engine.worker.group
-        if own != group and not engine.worker.kept:
-            candidates = [
-                candidate
-                for candidate in self._members(own, request.model)
-                if candidate.up and self._stays(candidate.worker)
-            ]
-            assert not candidates, f"request {request.id} of {own} was started in {group}"
-
-    def _members(self, group: str, model: str) -> list[Engine]:
-        """Engines that serve the model and belong to the group, or will join it."""
-        return [engine for engine in self._serving(model) if self._plan.of_worker(engine.worker.name) == group]
-
     def _assert_not_overtaken(self, engine: Engine, batch: Batch) -> None:
         """Check a batch that starts for the first time against requests of the same engine that have waited longer.
 
@@ -654,11 +588,11 @@ class Account:
         memory or less. Otherwise a request that arrived before a batch of another model formed starts directly after
         it, unless requests of its model need more than their fair share of an engine's memory.
         """
-        release, info, group = self._config.release or "", engine.info, engine.worker.group
+        release, info = self._config.release or "", engine.info
         servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
-        first = {id_: life for id_, life in servable.items() if self._is_new_in(group, life)}
+        first = {id_: life for id_, life in servable.items() if not life.tries}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
-        if alone and not self._grouped:
+        if alone:
             starts = batch.requests[0]
             own = [id_ for id_, life in first.items() if life.request.share == starts.share]
             oldest = next(id_ for id_ in own if id_ == starts.id or id_ not in self._passable)
@@ -668,22 +602,17 @@ class Account:
         passed = {life.request.model for id_, life in first.items() if id_ in self._passable}
         first = {id_: life for id_, life in first.items() if life.request.model not in passed}
         for model in passed:
-            self._passed_s.pop((group, model), None)
-        self._passed_s.pop((group, batch.model), None)
+            self._passed_s.pop(model, None)
+        self._passed_s.pop(batch.model, None)
         for model in sorted({life.request.model for life in first.values()}):
-            was_passed = batch.formed_at_s > self._passed_s.get((group, model), math.inf)
+            was_passed = batch.formed_at_s > self._passed_s.get(model, math.inf)
             assert not was_passed, f"requests of {model!r} are overtaken by {batch.model!r} repeatedly"
-        other_models = {life.request.model for life in servable.values() if not self._is_new_in(group, life)} | {
-            batch.model
-        }
+        other_models = {batch.model, *(life.request.model for life in servable.values() if life.tries)}
         oldest_of = {life.request.model: life for life in reversed(first.values())}
         for model, life in oldest_of.items():
             goes = life.arrived_at_s < batch.formed_at_s and self._due_s(life, info) <= self._now_s
             if model not in other_models and engine.has_room and goes:
-                self._passed_s.setdefault((group, model), self._now_s)
-
-    def _is_new_in(self, group: str, life: Life) -> bool:
-        return not life.tries and self._plan.of_request(life.request) == group
+                self._passed_s.setdefault(model, self._now_s)
 
     def _assert_it_is_the_best(self, times: Times, engine: Engine, batch: Batch) -> None:
         """Under flex the batch is the largest that waits, under clockwork the earliest, unless another rule applies."""
@@ -717,7 +646,7 @@ class Account:
         previous = self._formed.get(batch.id)
         if previous is None:
             last = self._last_formed[batch.model] if len(self._shares) == 1 else 0
-            in_order = self._config.order != "fffs" or self._grouped or batch.id > last
+            in_order = self._config.order != "fffs" or batch.id > last
             was_passed = any(request.id in self._passable for request in batch.requests)
             assert in_order or was_passed, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
@@ -809,8 +738,7 @@ class Account:
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only a timer may end the wait for an engine"
-            if not self._grouped:
-                self._assert_engines_were_waited_for(life, helpless_since_s)
+            self._assert_engines_were_waited_for(life, helpless_since_s)
         self._end(action.request_id, action.reason)
 
     def _assert_engines_were_waited_for(self, life: Life, helpless_since_s: dict[str, float]) -> None:
@@ -837,8 +765,8 @@ class Account:
         wake_at_s = self._scheduler.wake_at_s
         if isinstance(event, TimerFired):
             assert wake_at_s is None or wake_at_s > self._now_s, "the timer would fire endlessly"
-        works = [engine.info for engine in self._engines.values() if engine.free and self._stays(engine.worker)]
-        idle = () if self.online or self._grouped else [i for i in works if not self._engines[i.name].running]
+        works = [engine.info for engine in self._engines.values() if engine.free]
+        idle = () if self.online else [i for i in works if not self._engines[i.name].running]
         assert_lines_may_wait([life.request for life in self.lines.values()], idle, self._now_s, wake_at_s)
         if not self._waiting:
             return
@@ -854,17 +782,16 @@ class Account:
         for life in self._waiting.values():
             self._assert_it_gives_up(life, math.inf if wake_at_s is None else wake_at_s)
         for engine in self._engines.values():
-            if engine.free and self._stays(engine.worker):
+            if engine.free:
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
 
     def _assert_it_gives_up(self, life: Life, wake_at_s: float) -> None:
-        """A request waits for a working engine for engine_wait_s, or where it has moved in between, at most so long."""
+        """A request waits for a working engine for engine_wait_s."""
         since_s = self._helpless_since_s.get(life.request.model)
         if since_s is not None:
             due_s = max(since_s, life.arrived_at_s) + self._config.engine_wait_s
-            latest_s = math.inf if self._grouped else due_s + NEAR_S
             assert wake_at_s < math.inf, "requests would wait endlessly for an engine"
-            assert wake_at_s <= latest_s, f"request {life.request.id} would wait too long for an engine"
+            assert wake_at_s <= due_s + NEAR_S, f"request {life.request.id} would wait too long for an engine"
 
     def _assert_it_has_a_chance(self, request: Request) -> None:
         foreseen = self._foreseen
@@ -878,24 +805,18 @@ class Account:
 
     def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
         """An idle engine leaves only requests that wait to form a batch, that it failed or declined while another
-        engine works, that cannot be in time on it, for which others make room, that belong to another group, or from
-        whose model it rests while another engine does not (4).
+        engine works, that cannot be in time on it, for which others make room, or from whose model it rests while
+        another engine does not (4).
 
         A request that the engine failed may wait for memory of another engine; nothing overtakes a wait for memory.
         """
         name = engine.info.name
-        group = engine.worker.group
-        waiting = {
-            id_: life
-            for id_, life in self._waiting.items()
-            if engine.info.serves(life.request.model) and self._plan.of_request(life.request) == group
-        }
-        avoids = [  # of any group: its requests may be guests in the engine's group
+        waiting = {id_: life for id_, life in self._waiting.items() if engine.info.serves(life.request.model)}
+        avoids = [
             id_
-            for id_, life in self._waiting.items()
+            for id_, life in waiting.items()
             if (life.failed_on == name or name in life.refused_by)
-            and engine.info.serves(life.request.model)
-            and any(other.works for other in self._members(group, life.request.model) if other is not engine)
+            and any(other.works for other in self._serving(life.request.model) if other is not engine)
         ]
         if avoids and not self._direct and any(other.info.tokens_max for other in self._engines.values()):
             return
@@ -921,8 +842,7 @@ class Account:
         config = self._config
         if self._direct and not self._could_start(life.request, engine):
             return math.inf
-        retries = life.tries and not self._grouped  # a request that moved between groups waits for a batch again
-        if self._draining or retries or config.release in NEVER_IDLE:
+        if self._draining or life.tries or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
             return life.arrived_at_s + (TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s)

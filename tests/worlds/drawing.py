@@ -20,17 +20,14 @@ from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR
-from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import (
     REVISIONS_MAX,
     ForecastsRevised,
     RevisedForecast,
     ServedElsewhere,
-    ServingGroup,
     Tuned,
 )
-from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
 from llmserve.settings.policies import SchedulingConfig
 
@@ -57,7 +54,6 @@ SPEED_SIZES = 12  # largest declared batch; engines have no more slots
 T = TypeVar("T", str, tuple[str, str])
 
 UNIT_LEAST_S = 1 / 16  # used where requests take no time
-GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
@@ -67,8 +63,6 @@ TUNED_EVERY = 7  # in one world in this many, the order changes while requests w
 DECLINED_EVERY = 4  # in one world in this many, if requests fail, engines also decline some that others may run
 JOBS_EVERY = 8  # in one world in this many, some requests are lines of jobs
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
-GROUPS = ("left", "right", "third", FALLBACK)
-STREAMS = ("", "chat", "mail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +113,6 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouping:
-    """Serving groups.
-
-    plans           each plan with the time from which it holds; the first has the time 0
-    answers         plans that answer the scheduler's requests for a plan, in turn
-    answers_late_s  mean delay of an answer
-    """
-
-    plans: tuple[tuple[float, tuple[ServingGroup, ...]], ...]
-    replan: Replan | None
-    answers: tuple[tuple[ServingGroup, ...], ...]
-    answers_late_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class World:
     """A world.
 
@@ -170,7 +149,6 @@ class World:
     aborts_late_s: float
     plans_late_s: float
     real_plans: bool
-    grouping: Grouping | None
 
     @property
     def untroubled(self) -> bool:
@@ -180,7 +158,7 @@ class World:
     def foreseen(self) -> bool:
         """Whether the scheduler knows throughout how long each batch takes: no event changes its estimates."""
         plain = all(life.info.barrier and not life.one_by_one for life in self.engines)
-        return self.tokens is not None and plain and not self.grouping and not self.kinds & {"leaving", "changes"}
+        return self.tokens is not None and plain and not self.kinds & {"leaving", "changes"}
 
     @property
     def title(self) -> str:
@@ -188,11 +166,10 @@ class World:
         config = self.config
         barriers = sum(life.info.barrier for life in self.engines)
         models = len({arrival.request.model for arrival in self.arrivals})
-        groups = f"{len(self.grouping.plans)} plans of groups, " if self.grouping else ""
         return (
             f"{len(self.arrivals)} requests of {models} models, {config.bins} bins, batches of {config.batch_size}, "
             f"{config.release}, {config.order}, {barriers} barrier and {len(self.engines) - barriers} refill engines, "
-            f"{groups}ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
+            f"ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
         )
 
 
@@ -217,10 +194,6 @@ def draw(seed: int) -> World:
     scores, lengths = _sample(rng, tokens, scores_min=1 if times_known else 0)
     if times_known:
         kinds &= TIMES_STAND
-    grouping = None
-    if seed % GROUPED_EVERY == GROUPED_EVERY - 1:
-        grouping, arrivals = _grouping(random.Random(f"{seed} groups"), infos, models, arrivals, unit_s, tick_s)
-        config = msgspec.structs.replace(config, queue_requests_max=1_000)  # each group has its own limit
     engines = tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos])
     if seed % EXPECTED_EVERY == EXPECTED_EVERY - 1 and kinds & {"deaths", "hangs", "closures"}:
         engines = _expected(random.Random(f"{seed} expected"), engines, unit_s, tick_s)
@@ -261,7 +234,6 @@ def draw(seed: int) -> World:
         aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
         plans_late_s=rng.choice([0.1, 5.0]) * unit_s if "slow plans" in kinds else 0.0,
         real_plans=rng.random() < 0.15,
-        grouping=grouping,
     )
 
 
@@ -486,46 +458,6 @@ def _lines(rng: random.Random, arrivals: Sequence[Arrival], unit_s: float, tick_
         )
         drawn.append(replace(arrival, request=request) if rng.random() < share else arrival)
     return tuple(drawn)
-
-
-def _grouping(
-    rng: random.Random,
-    infos: Sequence[EngineInfo],
-    models: Sequence[str],
-    arrivals: Sequence[Arrival],
-    unit_s: float,
-    tick_s: float,
-) -> tuple[Grouping, tuple[Arrival, ...]]:
-    """Return the groups, and the arrivals with their streams."""
-    streams = STREAMS[: rng.randint(1, len(STREAMS))]
-    requests = [msgspec.structs.replace(arrival.request, stream=rng.choice(streams)) for arrival in arrivals]
-    with_streams = [replace(arrival, request=request) for arrival, request in zip(arrivals, requests, strict=True)]
-    horizon_s = arrivals[-1].at_s + 10.0 * unit_s
-    times_s = sorted([on_clock(rng.random() * horizon_s, tick_s) for _ in range(rng.choice([0, 1, 2, 6]))])
-    every_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
-    grouping = Grouping(
-        plans=tuple([(at_s, _groups(rng, infos, models, streams)) for at_s in (0.0, *times_s)]),
-        replan=Replan(every_s) if rng.random() < 0.4 else None,
-        answers=tuple([_groups(rng, infos, models, streams) for _ in range(4)]),
-        answers_late_s=rng.choice([0.0, 3.0]) * unit_s,
-    )
-    return grouping, tuple(with_streams)
-
-
-def _groups(
-    rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str], streams: Sequence[str]
-) -> tuple[ServingGroup, ...]:
-    """Any groups, at least one: some lack a worker, a model, or an engine that serves one of their models."""
-    names = sorted(rng.sample(GROUPS, rng.randint(1, len(GROUPS))))
-    workers = sorted({info.worker or info.name for info in infos})
-    pairs = [(stream, model) for stream in streams[1:] for model in models]
-
-    def shared_out(items: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
-        owner = {item: rng.choice(names) for item in items if rng.random() < share}
-        return {name: tuple([item for item in items if owner.get(item) == name]) for name in names}
-
-    of_workers, of_models, of_pairs = shared_out(workers, 0.9), shared_out(models, 0.9), shared_out(pairs, 0.3)
-    return tuple([ServingGroup(name, of_workers[name], of_models[name], of_pairs[name]) for name in names])
 
 
 def _goes_by_times(order: str) -> bool:

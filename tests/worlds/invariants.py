@@ -12,7 +12,6 @@ from llmserve.scheduling.choice.fixed_choice import FixedChoice
 from llmserve.scheduling.choice.moment_choice import MomentChoice
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
-from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.memory import is_large
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
@@ -20,24 +19,18 @@ from llmserve.scheduling.scheduler import Scheduler
 
 def check(scheduler: Scheduler) -> None:
     """Assert all invariants. O(requests)."""
-    requests, groups = scheduler.requests, scheduler.groups
-    _check_workers(groups)
-    _check_places(requests, groups)
-    for group in groups:
-        _check_counts(group, requests)
-        for engine in group.pool.engines.values():
-            takes = engine.takes(scheduler._now_s)
-            assert (engine.info.name in group.pool.free) == takes, (
-                f"{engine.info.name} is wrongly listed as free or not"
-            )
-        counted = sorted((name, size) for size, engines in group.pool.batches.items() for name in engines)
-        batches = {name: len(engine.running) for name, engine in group.pool.engines.items() if engine.info.barrier}
-        assert counted == sorted((name, size) for name, size in batches.items() if size), (
-            f"{group.name} counts batches {counted}, not those that run"
-        )
-        _check_nothing_waits_in_vain(scheduler, group)
-    for engine in groups.engines.values():
+    requests, group = scheduler.requests, scheduler.group
+    _check_places(requests, group)
+    _check_counts(group, requests)
+    for name, engine in group.pool.engines.items():
+        takes = engine.takes(scheduler._now_s)
+        assert (name in group.pool.free) == takes, f"{name} is wrongly listed as free or not"
         _check_engine(engine)
+    counted = sorted((name, size) for size, engines in group.pool.batches.items() for name in engines)
+    batches = {name: len(engine.running) for name, engine in group.pool.engines.items() if engine.info.barrier}
+    running = sorted((name, size) for name, size in batches.items() if size)
+    assert counted == running, f"batches {counted} are counted, not those that run"
+    _check_nothing_waits_in_vain(scheduler, group)
 
 
 def passable(scheduler: Scheduler, engines: Collection[EngineInfo]) -> set[int]:
@@ -54,26 +47,11 @@ def passable(scheduler: Scheduler, engines: Collection[EngineInfo]) -> set[int]:
     return large | behind
 
 
-def _check_workers(groups: Groups) -> None:
-    """Check that every worker belongs to its planned group, and every engine to one group."""
-    workers = {engine.worker.name: engine.worker for engine in groups.engines.values()}
-    for name, worker in workers.items():
-        belongs = worker.next or worker.group
-        assert belongs == groups.layout.group_of_worker(name), f"{name} belongs to {belongs}, against the plan"
-        assert worker.next is None or worker.running, f"{name} runs nothing and has not joined its next group"
-        for engine in worker.engines:
-            pools = [group.name for group in groups if engine.info.name in group.pool.engines]
-            assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
-    existing = {worker.group for worker in workers.values()} | groups.layout.names
-    for group in groups:
-        assert group.name in existing or not group.empty, f"{group.name} should have been removed"
-
-
 def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
     for model, queues in group.queues.items():
         waiting = sum([len(queue) for queue in queues.bins]) + len(queues.formed)
         assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
-        own = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
+        own = [queued for queued in requests.values() if queued.request.model == model]
         assert queues.present == len(own), f"{model!r} has {len(own)} requests, not {queues.present}"
         if queues.load is not None:
             work_us = sum([queued.work_us for queued in own if queued.run is None])
@@ -88,13 +66,13 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     for fair in {queues.fair for queues in group.queues.values()}:
         competing = {queues.model for queues in group.queues.values() if queues.fair is fair}
-        waits_here = [queued for queued in requests.values() if queued.group == group.name and queued.run is None]
+        waits_here = [queued for queued in requests.values() if queued.run is None]
         counts = Counter([queued.request.share for queued in waits_here if queued.request.model in competing])
         assert counts == {share.name: share.waiting for share in fair}, "the waiting requests of a share are miscounted"
     waits = {model for model, queues in group.queues.items() if queues.waiting}
     assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
     present = sum([queues.present for queues in group.queues.values()])
-    assert group.present == present, f"{group.name} has {present} requests, not {group.present}"
+    assert group.present == present, f"there are {present} requests, not {group.present}"
 
 
 def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
@@ -141,21 +119,21 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
                     break
 
 
-def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
+def _check_places(requests: dict[int, QueuedRequest], group: Group) -> None:
     """Check that each request is in exactly one place, and that its own record names that place."""
-    reserved = [engine.worker.reserved[1] for engine in groups.engines.values() if engine.worker.reserved is not None]
+    engines = group.pool.engines
+    reserved = [engine.worker.reserved[1] for engine in engines.values() if engine.worker.reserved is not None]
     placed: list[int] = []
-    for group in groups:
-        for queues in group.queues.values():
-            for queued in [queued for queue in queues.bins for queued in queue]:
-                assert queued.formed is None, f"request {queued.request.id} is in a bin and in a batch"
-                placed.append(queued.request.id)
-            for batch in queues.formed.batches():
-                placed += batch.requests
-                assert all(queued.formed is batch for queued in batch.requests.values()), f"batch {batch.id} is unknown"
+    for queues in group.queues.values():
+        for queued in [queued for queue in queues.bins for queued in queue]:
+            assert queued.formed is None, f"request {queued.request.id} is in a bin and in a batch"
+            placed.append(queued.request.id)
+        for batch in queues.formed.batches():
+            placed += batch.requests
+            assert all(queued.formed is batch for queued in batch.requests.values()), f"batch {batch.id} is unknown"
     placed += {request_id: None for batch in reserved for request_id in batch.requests}
     waiting = set(placed)
-    for name, engine in groups.engines.items():
+    for name, engine in engines.items():
         for request_id, run in engine.running.items():
             assert run.queued.run is run, f"request {request_id} does not record its run"
             assert run.engine == name, f"request {request_id} records a run on {run.engine}, not on {name}"
@@ -164,11 +142,6 @@ def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
     assert set(placed) == set(requests), "a request is in no place, or an ended request is in a place"
     for request_id, queued in requests.items():
         assert (queued.run is None) == (request_id in waiting), f"request {request_id} is not where its record says"
-        group = groups.by_name[queued.group]
-        waits = queued.run is None and queued.formed not in reserved
-        assert not waits or not groups.is_misplaced(group, queued.request), (
-            f"request {request_id} waits in the wrong group, {group.name}"
-        )
 
 
 def _check_engine(engine: EngineState) -> None:
@@ -183,5 +156,5 @@ def _check_engine(engine: EngineState) -> None:
     if engine.worker.reserved is not None:
         assert engine.worker.running, f"{name} is kept free for a batch that could run"
         reserved, batch = engine.worker.reserved
-        takes = reserved.takes_for_group and reserved.circuit.closed and reserved.serves(batch.model)
+        takes = reserved.ready and reserved.circuit.closed and reserved.serves(batch.model)
         assert takes, f"batch {batch.id} waits for {reserved.info.name}, which takes none of its requests"

@@ -24,8 +24,6 @@ from llmserve.scheduling.messages import (
     EngineLost,
     Event,
     FailRequest,
-    PlanChanged,
-    PlanGroups,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
@@ -90,17 +88,14 @@ def run(world: World, steps: list[Step]) -> Account:
         scheduler,
         lambda now_s: 1_000 + 100 * count + 20 * (now_s + now_s / unit_s),
         _times(world),
-        grouped=world.grouping is not None,
     )
     rng = random.Random(f"{world.seed} plans and delays")
     clients = Clients(world.leavings, world.begins, world.tick_s)
-    planners = Planners(world)
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         steps.append(Step(now_s, event, tuple(actions)))
         account.step(now_s, event, actions)
         clients.see(cluster, event, actions)
-        planners.see(cluster, actions)
 
     cluster = SimulatedCluster(
         scheduler,
@@ -117,8 +112,6 @@ def run(world: World, steps: list[Step]) -> Account:
         cluster.notify(DrainRequested(), world.drain_at_s)
     for at_s, revised in world.revised:
         cluster.notify(revised, at_s)
-    for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
-        cluster.notify(PlanChanged(groups), at_s)
     for at_s, changed in (*world.tuned, *world.elsewhere):
         cluster.notify(changed, at_s)
     cluster.run(_others(world.arrivals), flush=False)
@@ -151,13 +144,10 @@ def _times(world: World) -> Times | None:
 
 
 def _header(world: World) -> Header:
-    header = Header(world.config, world.scores, world.lengths, learnt=world.learnt)
-    if world.grouping is None:
-        return header
-    return msgspec.structs.replace(header, groups=world.grouping.plans[0][1], replan=world.grouping.replan)
+    return Header(world.config, world.scores, world.lengths, learnt=world.learnt)
 
 
-# ---- clients and planners -------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------
 
 
 class Clients:
@@ -190,24 +180,6 @@ class Clients:
         if leaving is not None and leaving.after == moment:
             self.left.add(request_id)
             cluster.notify(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
-
-
-class Planners:
-    """Planners answer the scheduler's requests for groups with the drawn plans, until those run out."""
-
-    def __init__(self, world: World) -> None:
-        self._grouping = world.grouping
-        self._tick_s = world.tick_s
-        self._answers = iter(world.grouping.answers if world.grouping else ())
-
-    def see(self, cluster: SimulatedCluster, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, PlanGroups):
-                assert self._grouping is not None, "a group plan is requested although there are no groups"
-                groups = next(self._answers, None)
-                if groups is not None:
-                    at_s = on_clock(cluster.now_s + self._grouping.answers_late_s, self._tick_s)
-                    cluster.notify(PlanChanged(groups), at_s)
 
 
 def _moments(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:

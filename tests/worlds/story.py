@@ -20,8 +20,6 @@ from llmserve.scheduling.messages import (
     Event,
     FailRequest,
     ForecastsRevised,
-    PlanChanged,
-    PlanGroups,
     PreemptBatch,
     ReportCircuit,
     ReportDue,
@@ -75,8 +73,6 @@ def _event(event: Event) -> str:
             return f"{engine} is lost{' for a while' if expected else ''}{begun}"
         case DispatchSolved(plan):
             return f"a dispatch plan arrives, queues {plan.queue_of}"
-        case PlanChanged(groups):
-            return f"groups from now on: {_list([group.name for group in groups])}"
         case Tuned(settings):
             return f"from now on {_list(f'{name} {value}' for name, value in settings.items())}"
         case ServedElsewhere(model, tokens):
@@ -108,8 +104,6 @@ def _action(action: Action) -> str:
             return f"line {request_id} counts as online from now on"
         case SolveDispatch(observed):
             return f"a dispatch plan is requested for {sum(observed.rates_per_s):g} requests a second"
-        case PlanGroups(rates_per_s):
-            return f"groups are requested for {sum(rate for *_, rate in rates_per_s):g} requests a second"
 
 
 def _details(request: Request) -> str:

@@ -12,11 +12,9 @@ from llmserve.scheduling.messages import (
     EngineClosed,
     EngineReady,
     FailRequest,
-    PlanChanged,
     PreemptBatch,
     RequestArrived,
     RequestEnded,
-    ServingGroup,
     StartBatch,
     TimerFired,
 )
@@ -178,17 +176,6 @@ def test_requests_for_which_a_paused_engine_is_reserved_wait_no_longer_than_othe
     failed = scheduler.handle(TimerFired(), 4.0)
     assert [action.request_id for action in failed if isinstance(action, FailRequest)] == [3, 4, 5, 6, 7]
     assert scheduler.wake_at_s is None
-
-
-def test_a_request_for_which_an_engine_is_reserved_moves_when_the_engine_leaves_its_group() -> None:
-    """Before: the timer fired endlessly, for requests with an engine reserved neither failed nor moved."""
-    scheduler = preempting_scheduler(EngineInfo("e", 2, True, worker="w"), engine_wait_s=3.0)
-    scheduler.handle(PlanChanged((ServingGroup("left", ("w",), ()),)), 1.0)
-    check(scheduler)
-    assert scheduler.requests[1].group == "left"
-    assert scheduler.wake_at_s is None
-    actions = scheduler.handle(RequestEnded("e", 0, "cancelled"), 2.0)
-    assert starts(actions) == [("e", 0), ("e", 1)]
 
 
 def test_a_bin_is_due_when_the_rate_will_have_fallen_although_its_longest_wait_is_over() -> None:

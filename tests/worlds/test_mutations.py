@@ -24,7 +24,6 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.group import Group
-from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.planner import Planner
@@ -32,6 +31,7 @@ from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.release import Full, Planned, Timeout
+from llmserve.scheduling.request_book import RequestBook
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policy_names import ORDERS
 
@@ -118,8 +118,7 @@ def a_gpu_runs_a_batch_on_each_of_its_engines(patch: Patch) -> None:
 def patch_room(patch: Patch, room: Callable[[EngineState], int]) -> None:
     def takes(self: EngineState, now_s: float) -> bool:
         worker = self.worker
-        stays = worker.next is None and worker.reserved is None
-        return self.ready and stays and self.circuit.takes(now_s) and room(self) > 0
+        return self.ready and worker.reserved is None and self.circuit.takes(now_s) and room(self) > 0
 
     patch.setattr(EngineState, "room", property(room))
     patch.setattr(EngineState, "takes", takes)
@@ -228,7 +227,7 @@ def no_timer_is_set_for_a_missing_engine(patch: Patch) -> None:
 
     def sleep_on(self: Scheduler) -> None:
         settle(self)
-        if any(queues.waiting for group in self.groups for queues in group.without_engine):
+        if any(queues.waiting for queues in self.group.without_engine):
             self.wake_at_s = None
 
     patch.setattr(Scheduler, "_settle", sleep_on)
@@ -245,7 +244,7 @@ def a_request_waits_for_an_engine_as_long_again(patch: Patch) -> None:
 
 
 def nobody_waits_for_an_engine_that_is_expected(patch: Patch) -> None:
-    patch.setattr(EngineBook, "awaits", lambda self, model, group: False)
+    patch.setattr(EngineBook, "awaits", lambda self, model: False)
 
 
 def requests_wait_for_engines_that_are_closed_for_good(patch: Patch) -> None:
@@ -289,8 +288,8 @@ def an_engine_that_fails_is_used_on(patch: Patch) -> None:
 def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
     refusal = Admission.refusal
 
-    def lenient(self: Admission, request: Request, group: Group, waiting: int) -> str | None:
-        return refusal(self, request, group, waiting - 1)
+    def lenient(self: Admission, request: Request, waiting: int) -> str | None:
+        return refusal(self, request, waiting - 1)
 
     patch.setattr(Admission, "refusal", lenient)
 
@@ -323,8 +322,7 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
     def overlook(self: EngineBook, info: EngineInfo) -> None:
         ready(self, info)
         if self._book.now_s > 0:
-            for group in self._groups:
-                group.pool.free.clear()
+            self._group.pool.free.clear()
 
     patch.setattr(EngineBook, "ready", overlook)
 
@@ -345,8 +343,14 @@ def a_plan_is_requested_repeatedly(patch: Patch) -> None:
         self._waits = False
         return wants(self, *values, **named)  # type: ignore[arg-type]
 
+    def ask(self: Scheduler, queues: ModelQueues) -> None:
+        if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
+            question = SolveDispatch(observed, queues.model)
+            self._solving.setdefault(queues.model, deque()).append(question)
+            self._actions.append(question)
+
     patch.setattr(Planner, "wants", impatient)
-    groups_that_share_a_model_ask_for_plans_at_once(patch)
+    patch.setattr(Scheduler, "_ask_for_plan", ask)
 
 
 # ---- in the dispatch ----
@@ -409,91 +413,7 @@ def cancelled_requests_still_count_as_waiting(patch: Patch) -> None:
     patch.setattr(ModelQueues, "leave", leave)
 
 
-# ---- in serving groups ----
-
-
-def a_worker_that_moves_takes_work_before_it_is_idle(patch: Patch) -> None:
-    takes = EngineState.takes
-
-    def hasty(self: EngineState, now_s: float) -> bool:
-        moving, self.worker.next = self.worker.next, None
-        try:
-            return takes(self, now_s)
-        finally:
-            self.worker.next = moving
-
-    patch.setattr(EngineState, "takes", hasty)
-
-
-def requests_wait_in_any_group_that_serves_them(patch: Patch) -> None:
-    own = Groups.own
-
-    def first_that_serves(self: Groups, request: Request) -> Group:
-        able = [group for group in self if group.pool.serving(request.model)]
-        return able[0] if able else own(self, request)
-
-    patch.setattr(Groups, "own", first_that_serves)
-
-
-def waiting_requests_stay_when_the_plan_changes(patch: Patch) -> None:
-    patch.setattr(Groups, "is_misplaced", lambda self, group, request: False)
-
-
-def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
-    place_again = RequestBook.place_again
-
-    def forget(self: RequestBook, candidates: Iterable[QueuedRequest]) -> None:
-        waiting = list(candidates)
-        group_before = {queued.request.id: queued.group for queued in waiting}
-        place_again(self, waiting)
-        moved = {queued.request.id for queued in waiting if queued.group != group_before[queued.request.id]}
-        self.deadlines._heap = [entry for entry in self.deadlines._heap if entry[1] not in moved]
-
-    patch.setattr(RequestBook, "place_again", forget)
-
-
-def a_worker_that_has_moved_is_never_used(patch: Patch) -> None:
-    update = EnginePool.update
-
-    def overlook(self: EnginePool, engine: EngineState, now_s: float) -> None:
-        update(self, engine, now_s)
-        if now_s > 0 and engine.ready:
-            self.free.pop(engine.info.name, None)
-
-    patch.setattr(EnginePool, "update", overlook)
-
-
-def only_the_group_of_an_event_is_updated(patch: Patch) -> None:
-    touch = RequestBook.touch
-
-    def touch_one(self: RequestBook, group: Group) -> None:
-        if not self.touched or group.name in self.touched:
-            touch(self, group)
-
-    patch.setattr(RequestBook, "touch", touch_one)
-
-
-def groups_that_share_a_model_ask_for_plans_at_once(patch: Patch) -> None:
-    def ask(self: Scheduler, group: Group, queues: ModelQueues) -> None:
-        if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
-            question = SolveDispatch(observed, queues.model)
-            self._solving.setdefault(queues.model, deque()).append((group, question))
-            self._actions.append(question)
-
-    patch.setattr(Scheduler, "_ask_for_plan", ask)
-
-
-def the_timers_of_all_groups_but_the_first_are_ignored(patch: Patch) -> None:
-    settle = Scheduler._settle
-
-    def sleep_on(self: Scheduler) -> None:
-        settle(self)
-        first, *others = self.groups
-        times_s = [first.wake_at_s, self._book.deadlines.next_at_s]
-        if others:
-            self.wake_at_s = min([at_s for at_s in times_s if at_s is not None], default=None)
-
-    patch.setattr(Scheduler, "_settle", sleep_on)
+# ---- when forecasts are revised ----
 
 
 def a_later_forecast_changes_the_place_but_not_the_request(patch: Patch) -> None:
@@ -574,14 +494,6 @@ BUGS: list[Callable[[Patch], None]] = [
     a_slightly_smaller_batch_is_preferred,
     the_latest_deadline_that_can_be_met_goes_first,
     cancelled_requests_still_count_as_waiting,
-    a_worker_that_moves_takes_work_before_it_is_idle,
-    requests_wait_in_any_group_that_serves_them,
-    waiting_requests_stay_when_the_plan_changes,
-    deadlines_of_requests_that_move_are_forgotten,
-    a_worker_that_has_moved_is_never_used,
-    only_the_group_of_an_event_is_updated,
-    groups_that_share_a_model_ask_for_plans_at_once,
-    the_timers_of_all_groups_but_the_first_are_ignored,
     a_later_forecast_changes_the_place_but_not_the_request,
     a_request_that_moves_to_another_bin_is_dropped,
 ]

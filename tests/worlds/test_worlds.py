@@ -13,8 +13,8 @@ from worlds.drawing import KINDS, ORDERS, RELEASES, draw
 from worlds.run import Violation, journal, judge
 
 from llmserve.live.journal import Step
-from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest, TimerFired
+from llmserve.scheduling.request_book import RequestBook
 
 BLOCK, BLOCKS = 20, 20
 BOOLS = list(itertools.product((False, True), repeat=3))
@@ -69,7 +69,6 @@ def test_every_kind_of_world_is_drawn() -> None:
     assert {bool(info.speeds) for info in infos} == {bool(info.worker) for info in infos} == {True, False}
     assert sum(world.tokens is not None for world in worlds) > sum(world.foreseen for world in worlds) > 10
     assert any(world.begins for world in worlds)
-    assert 80 < sum(world.grouping is not None for world in worlds) < 120
     learnt = [before for world in worlds for before in world.learnt.values()]
     parts = {(bool(before.scores), bool(before.lengths), before.service is not None) for before in learnt}
     assert parts == {(scores, lengths, service) for scores, lengths, service in BOOLS if scores or not lengths}

@@ -29,11 +29,11 @@ from llmserve.scheduling.choice.dispatch import Dispatch
 from llmserve.scheduling.choice.spare_choice import SpareChoice
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
-from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
 from llmserve.scheduling.queues.item_queue import ITEM_S_LEAST, ItemQueue, Row, forecast_tokens, most_tokens
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import QueuedRequest, Run
+from llmserve.scheduling.request_book import RequestBook
 
 LOOK_S, LOOKS_LEAST = 1.0, 16.0  # items that have arrived are looked at within so long, or this part of their windows
 NO_ENGINE_S = 1.0  # how often to look whether an engine works again
@@ -48,9 +48,9 @@ class BatchLane:
     """
 
     def __init__(
-        self, groups: Groups, book: RequestBook, dispatch: Dispatch, admission: Admission, item_stops: float
+        self, group: Group, book: RequestBook, dispatch: Dispatch, admission: Admission, item_stops: float
     ) -> None:
-        self._groups, self._book, self._dispatch, self._admission = groups, book, dispatch, admission
+        self._group, self._book, self._dispatch, self._admission = group, book, dispatch, admission
         self._items = ItemQueue()
         self.waiting: Mapping[int, object] = self._items.waiting
         self._stops = ItemStops(book) if item_stops else None
@@ -66,7 +66,7 @@ class BatchLane:
         """Let an item wait that was stopped."""
         self._book.forget([queued])
         if self._dispatch.forming.draining:
-            self._book.report_failed(queued.request.id, "draining", self._groups.own(queued.request))
+            self._book.report_failed(queued.request.id, "draining")
             return
         self._wait(queued.request, first=True)
 
@@ -76,15 +76,14 @@ class BatchLane:
         self._touch()
 
     def _touch(self) -> None:
-        for group in self._groups:
-            if group.pool.free:
-                self._book.touch(group)
+        if self._group.pool.free:
+            self._book.touch()
 
     def remove(self, request_id: int) -> Request | None:
         """Take an item out; None: it does not wait here."""
         item = self._items.remove(request_id)
         if item is not None and item.model not in self._items.rows:
-            queues = self._groups.queues_of(item.model)
+            queues = self._group.queues.get(item.model)
             if queues is not None:
                 queues.items.rate.note(self._book.now_s, 0.0, busy=False)
         return item
@@ -101,7 +100,7 @@ class BatchLane:
     def _fail(self, request_id: int, reason: FailReason) -> None:
         item = self.remove(request_id)
         assert item is not None, f"item {request_id} does not wait"
-        self._book.report_failed(request_id, reason, self._groups.own(item))
+        self._book.report_failed(request_id, reason)
 
     # ---- items whose time has come ----
 
@@ -117,7 +116,7 @@ class BatchLane:
     def _promote_due_of(self, model: str) -> float:
         """Let the items of a model that are due wait as online requests. Returns when to look again."""
         row, now_s = self._items.rows[model], self._book.now_s
-        queues = self._groups.queues_of(model)
+        queues = self._group.queues.get(model)
         if queues is None or queues.no_engine_since_s is not None:
             return now_s + NO_ENGINE_S  # an item does not give up, as an online request would
         per_token_s = queues.service.seconds_per_token
@@ -154,34 +153,28 @@ class BatchLane:
 
     def _promote(self, item: Request) -> bool:
         """Let an item wait as an online request. False: its queue has no room."""
-        group = self._groups.group_for(item)
-        if self._admission.refusal(item, group, group.tally.waiting) is not None:
+        if self._admission.refusal(item, self._group.tally.waiting) is not None:
             return False
         request = msgspec.structs.replace(item, background=False)
         self.remove(item.id)
         self._book.actions.append(ReportDue(item.id))
-        self._admission.enter(request, group)
-        self._book.touch(group)
+        self._admission.enter(request)
+        self._book.touch()
         return True
 
     # ---- items that start ----
 
-    def dispatch(self, group: Group) -> None:
-        """Stop items for online requests that wait, and start items in the slots of a group that others leave."""
-        if group.tally.items and self._stops is not None:
-            self._stops.make_room(group)
+    def dispatch(self) -> None:
+        """Stop items for online requests that wait, and start items in the slots that others leave."""
+        if self._group.tally.items and self._stops is not None:
+            self._stops.make_room(self._group)
         if self._items.waiting:
-            self._fill(group)
+            self._fill(self._group)
 
     def _fill(self, group: Group) -> None:
-        """Start items in the slots of a group that others leave."""
+        """Start items in the slots that others leave."""
         choice = SpareChoice(
-            group,
-            self._dispatch.forming,
-            self._book.now_s,
-            items=self._items,
-            groups=self._groups,
-            admission=self._admission,
+            group, self._dispatch.forming, self._book.now_s, items=self._items, admission=self._admission
         )
         for start in choice.starts():
             _, queues, batch, count = start
@@ -198,24 +191,23 @@ class BatchLane:
         """Tokens a second that the share of this item would get if each share that waits now went on waiting: for the
         forecast of a job's end (llmserve/jobs/feeding.py). 0 without an engine.
         """
-        queues = self._groups.queues_of(item.model)
+        queues = self._group.queues.get(item.model)
         if queues is None or not queues.all_slots:
             return 0.0
         return _slots_of(queues, item) / queues.service.seconds_per_token
 
-    def next_wake_s(self, group_times_s: float | None) -> float | None:
+    def next_wake_s(self, other_s: float | None) -> float | None:
         """The earliest of the caller's time and the times at which items may start, be due, or be late."""
-        times_s = [self._look_at_s, *[row[0][0] for row in self._items.rows.values()]]
-        for group in self._groups:
-            times_s += [until_s for e in group.pool.paused.values() if (until_s := e.circuit.open_until_s) is not None]
-            times_s += group.pool.rests_end_s(self._book.now_s)
+        times_s, pool = [self._look_at_s, *[row[0][0] for row in self._items.rows.values()]], self._group.pool
+        times_s += [until_s for e in pool.paused.values() if (until_s := e.circuit.open_until_s) is not None]
+        times_s += pool.rests_end_s(self._book.now_s)
         for model in self._items.rows:
-            queues = self._groups.queues_of(model)
+            queues = self._group.queues.get(model)
             if queues is not None and (reserve := self._admission.reserves.get(queues.fair)) is not None:
                 times_s.append(reserve.silent_from_s(self._items.item_s(queues)))
         times_s = [at_s for at_s in times_s if self._book.now_s < at_s < math.inf]
-        if group_times_s is not None:
-            times_s.append(group_times_s)
+        if other_s is not None:
+            times_s.append(other_s)
         return min(times_s, default=None)
 
 
@@ -230,7 +222,7 @@ class ItemStops:
         full = [
             engine
             for engine in group.pool.engines.values()
-            if engine.room <= 0 and not engine.info.barrier and engine.takes_for_group and engine.circuit.closed
+            if engine.room <= 0 and not engine.info.barrier and engine.ready and engine.circuit.closed
         ]
         soon = {e.info.name: e.room + sum([run.stopping for run in e.running.values()]) for e in full}
         for engine in full:

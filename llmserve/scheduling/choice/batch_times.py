@@ -47,8 +47,8 @@ class Timetable:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        # By group and model: until when the entry holds, and the times of `_lines_of`.
-        self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
+        # By model: until when the entry holds, and the times of `_lines_of`.
+        self._alone: dict[str, tuple[float, set[tuple[float, float]]]] = {}
         # By engine, model and bin: the inputs (tokens, engine, pace), the times at pace 1 and the times at that pace.
         self._times: dict[tuple[str, str, int], tuple[Tokens, EngineInfo, float, BatchTimes, BatchTimes]] = {}
 
@@ -61,7 +61,7 @@ class Timetable:
         request = queued.request
         own = request.quantiles[0] if request.quantiles else request.predicted_tokens
         tokens = least if own is None else min(own, least)
-        lines = self._lines_of(queued.group, request.model, engines, now_s)
+        lines = self._lines_of(request.model, engines, now_s)
         alone_s = min([prefill_s + tokens * step_s for prefill_s, step_s in lines], default=0.0)
         return min(queued.deadline_s, queued.deadline_s - alone_s + SURELY_LATE_S)
 
@@ -69,13 +69,11 @@ class Timetable:
         """Drop cached times. Call after engines have come, gone, or changed their models or speed."""
         self._alone.clear()
 
-    def _lines_of(
-        self, group: str, model: str, engines: Sequence[EngineState], now_s: float
-    ) -> set[tuple[float, float]]:
+    def _lines_of(self, model: str, engines: Sequence[EngineState], now_s: float) -> set[tuple[float, float]]:
         """Times of a request that runs alone, for each engine: (prefill seconds, seconds for each token). Both are 0 on
         an engine whose pace is not proven.
         """
-        until_s, lines = self._alone.get((group, model), (-math.inf, set()))
+        until_s, lines = self._alone.get(model, (-math.inf, set()))
         if now_s >= until_s:
             until_s, lines = math.inf, set()
             for engine in engines:
@@ -85,7 +83,7 @@ class Timetable:
                     until_s = min(until_s, proven_until_s)
                 else:
                     lines.add((0.0, 0.0))
-            self._alone[group, model] = until_s, lines
+            self._alone[model] = until_s, lines
         return lines
 
     def of(self, engine: EngineState, model: str, bin_index: int, tokens: Tokens) -> BatchTimes:

@@ -14,7 +14,7 @@ by an order of the moment also preempts: preemption.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from llmserve.scheduling.choice.batch_times import Timetable
 from llmserve.scheduling.choice.choice import Choice, Start
@@ -47,7 +47,7 @@ class Dispatch:
     def choice(self, group: Group, now_s: float) -> Choice:
         raise NotImplementedError
 
-    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None:
+    def tune(self, settings: Mapping[str, str | float], group: Group) -> None:
         """Change the order, and sort all waiting requests again.
 
         Raises ValueError if the present order, or the one of the settings, has no fixed keys; then nothing has changed.
@@ -140,13 +140,12 @@ class FixedDispatch(Dispatch):
     def choice(self, group: Group, now_s: float) -> FixedChoice:
         return FixedChoice(group, self.forming, now_s)
 
-    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None:
+    def tune(self, settings: Mapping[str, str | float], group: Group) -> None:
         order = self._order_of(settings)
         if not isinstance(order, FixedOrder):
-            super().tune(settings, groups)  # which raises
+            super().tune(settings, group)  # which raises
             return
         self.order = order
-        for group in groups:
-            for queues in group.queues.values():
-                queues.follow_load(order.follows_load)
-                queues.sort_again(order.key, order.turn)
+        for queues in group.queues.values():
+            queues.follow_load(order.follows_load)
+            queues.sort_again(order.key, order.turn)

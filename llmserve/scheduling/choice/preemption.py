@@ -98,13 +98,12 @@ class MomentDispatch(Dispatch):
 
 
 def can_stop(engine: EngineState, now_s: float) -> bool:
-    """Whether the engine's batch can be preempted: nothing else is reserved, the worker does not move, no client has
-    received a byte, no request is overdue, and not all are cancelled. engine : a barrier engine that runs a batch.
+    """Whether the engine's batch can be preempted: nothing else is reserved, no client has received a byte, no request
+    is overdue, and not all are cancelled. engine : a barrier engine that runs a batch.
     """
     runs = engine.running.values()
     return (
         engine.worker.reserved is None
-        and engine.worker.next is None
         and not any(run.began or run.stopping or is_overdue(run.queued, now_s) for run in runs)
         and not all(run.queued.cancelled for run in runs)
     )

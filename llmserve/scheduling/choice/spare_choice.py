@@ -14,7 +14,6 @@ from llmserve.scheduling.admission import Admission
 from llmserve.scheduling.choice.choice import Choice, Start
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.queues.item_queue import ItemQueue, Row, forecast_tokens
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
@@ -30,11 +29,9 @@ class SpareChoice(Choice):
     requests less than items that are due later. Of each model, the item whose window ends first is next.
     """
 
-    def __init__(
-        self, group: Group, forming: Forming, now_s: float, *, items: ItemQueue, groups: Groups, admission: Admission
-    ) -> None:
+    def __init__(self, group: Group, forming: Forming, now_s: float, *, items: ItemQueue, admission: Admission) -> None:
         super().__init__(group, forming, now_s)
-        self._items, self._groups, self._admission = items, groups, admission
+        self._items, self._admission = items, admission
         self._alone = True  # whoever else waits does not want these engines
 
     def starts(self) -> Iterator[Start]:
@@ -65,13 +62,13 @@ class SpareChoice(Choice):
         reserve = self._admission.reserves.get(queues.fair)
         if reserve is None or queues.model in self._items.starved:
             return engines
-        online, items = self._admission.held(self._group, queues)
+        online, items = self._admission.held(queues)
         most = reserve.items_most(self._now_s, online, queues.all_slots, self._items.item_s(queues))
         return [engine for engine in engines if items + (engine.info.slots if engine.info.barrier else 1) <= most]
 
     def _start_of(self, queues: ModelQueues, engines: Sequence[EngineState], row: Row) -> Start | None:
         """A start of the model's next items on one of these engines; None: no engine takes any."""
-        for item in islice(self._members(row), PASSED_MOST):
+        for *_, item in islice(row, PASSED_MOST):
             queued = self._queued(queues, item)
             willing = self._willing(queues, FormedBatch(0, queued.bin, self._now_s, [queued]), engines)
             engine = self._best_for(queues, queued, willing)
@@ -82,14 +79,9 @@ class SpareChoice(Choice):
                 return engine, queues, batch, len(items)
         return None
 
-    def _members(self, row: Row) -> Iterator[Request]:
-        """The items that would wait in this group if they were online, by the ends of their windows."""
-        only = self._groups.only is not None
-        return (item for *_, item in row if only or self._groups.group_for(item) is self._group)
-
     def _alike(self, queues: ModelQueues, row: Row, most: int) -> list[QueuedRequest]:
         """Items of like lengths for one batch: the longest of those with the first end of a window, then the next."""
-        items = list(self._members(row))
+        items = [item for *_, item in row]
         first_s = items[0].deadline_s
         same = [item for item in items if item.deadline_s == first_s]
         chosen = sorted(same, key=lambda item: (-forecast_tokens(queues, item), item.id))[:most]

@@ -1,4 +1,4 @@
-"""Waiting requests of one model in one group, and its answer lengths."""
+"""Waiting requests of one model, and its answer lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmserve.scheduling.release import Plans, Release
 
 
 class Tally:
-    """The waiting requests of a group, as ModelQueues count them. waiting : number.  queues : those not empty, by model
+    """Waiting requests of all models, as ModelQueues count them. waiting : number.  queues : those not empty, by model
 
     held_back : queues, by model, whose batches could not form early, because several shares waited (Forming)
     items : items of batch jobs that run in slots left by online requests
@@ -34,9 +34,9 @@ class Tally:
 
 
 class ModelQueues:
-    """The queues of one model in one group. All times are seconds on the scheduler's clock.
+    """The queues of one model. All times are seconds on the scheduler's clock.
 
-    model, group  names of its model and its group
+    model       its name
     release     decides when a bin releases a batch (scheduling/release.py)
     binning     which bin a request waits in
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
@@ -45,9 +45,9 @@ class ModelQueues:
     dirty       whether sort keys are stale: callers must sort again before they ask which request is next
     bins        a queue for each bin; queue : makes one, by its index
     fair        the shares that compete for the model's engines; models that share an engine have the same
-    tally       counts waiting requests of the whole group
+    tally       counts waiting requests of all models
 
-    Updated after every change of the group's engines for the model:
+    Updated after every change of the engines for the model:
     engines  ready engines; slots : of the engine with the fewest, 0 without an engine; all_slots : of all
     no_engine_since_s  None while some ready engine has a closed circuit
     """
@@ -62,10 +62,9 @@ class ModelQueues:
         plans: Plans | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
         follows_load: bool = False,
-        group: str = "",
         tally: Tally | None = None,
     ) -> None:
-        self.model, self.group, self.tally = model, group, tally or Tally()
+        self.model, self.tally = model, tally or Tally()
         self.binning, self.release, self.plans = binning, release, plans
         self.service, self.items = ServiceTime(), ItemService()
         self.formed, self.load, self.dirty = formed, Load() if follows_load else None, False
@@ -80,7 +79,7 @@ class ModelQueues:
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
         self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
-        self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
+        self.slots = min([engine.info.slots for engine in ready], default=0)
         for queue in self.bins:
             queue.engines = max(1, len(ready))
         if any(engine.circuit.closed for engine in ready):
@@ -135,9 +134,7 @@ class ModelQueues:
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
         expected = self.binning.forecast(request) or mean
         total, service_s = request.total_tokens(expected), expected * seconds
-        return QueuedRequest(
-            request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total, self.group
-        )
+        return QueuedRequest(request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total)
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch of requests that were queued apart as waiting, until the batch starts."""
@@ -195,7 +192,6 @@ class ModelQueues:
         """Put requests that have run, or waited elsewhere, into their bins by arrival time. Returns the bins."""
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
-            queued.group = self.group
             self._join_share(queued)
             self._sort_in(queued)
             by_bin.setdefault(queued.bin, []).append(queued)

@@ -20,7 +20,7 @@ ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept 
 class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. A request is in exactly one place: in a bin, in a formed batch, or on an engine.
 
-    The owner of each place sets it: the queues of the model (group, bin, sort_length), the formed batch (formed), the
+    The owner of each place sets it: the queues of the model (bin, sort_length), the formed batch (formed), the
     engine (run).
 
     score            value that determines the bin, tokens; None without a prediction
@@ -32,7 +32,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     pace_s           seconds from one start of the model's requests to the next: service_mean_s over the slots
     prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
-    group, bin       where the request waits or last waited; sort_length : its length in a window
+    bin              where the request waits or last waited; sort_length : its length in a window
     judged           request and score at the arrival, by which predictions are judged; None: the present ones
     retries, cancelled  how often an engine has failed, whether the client has gone
     failed_on        the first engine with a fault; "": none.  suspect : the request may be at fault (circuit.py)
@@ -49,7 +49,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
     service_s: float = 0.0
     service_mean_s: float = 1.0
     total_tokens: int = 0
-    group: str = ""
     sort_length: float = 0.0
     prompt_s: float = 0.0
     decay_s: float = 0.0

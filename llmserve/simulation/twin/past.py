@@ -17,12 +17,10 @@ from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
     FailRequest,
-    PlanChanged,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    ServingGroup,
     StartBatch,
     Tuned,
 )
@@ -57,7 +55,6 @@ class Recording(msgspec.Struct, frozen=True):
     engines     ready engines
     requests    in the order of their arrival
     left_out    number of requests whose lengths are not known, by reason; they are not among `requests`
-    groups      of the plan in force; (): one group serves all
     until_s     time of the last step
     """
 
@@ -66,7 +63,6 @@ class Recording(msgspec.Struct, frozen=True):
     engines: tuple[EngineInfo, ...]
     requests: tuple[PastRequest, ...]
     left_out: dict[str, int] = {}
-    groups: tuple[ServingGroup, ...] = ()
     until_s: float = 0.0
 
     @property
@@ -119,7 +115,6 @@ class Past:
 
     def __init__(self, header: Header) -> None:
         self._scheduling = header.scheduling
-        self._groups = header.groups
         self._settings: Settings = {}
         self._engines: dict[str, _Engine] = {}
         self._present: dict[int, PastRequest] = {}
@@ -134,7 +129,6 @@ class Past:
             RequestCancelled: self._cancelled,
             EngineReady: self._ready,
             EngineLost: self._lost,
-            PlanChanged: self._planned,
             Tuned: self._tuned,
             StartBatch: self._started,
             PreemptBatch: self._preempted,
@@ -163,7 +157,6 @@ class Past:
             tuple([engine.info for engine in self._engines.values()]),
             tuple(requests),
             dict(left_out),
-            self._groups,
             self._now_s,
         )
 
@@ -246,9 +239,6 @@ class Past:
         if (engine := self._engines.pop(event.engine, None)) is not None:
             for request_id in engine.running:
                 self._wait_again(request_id)
-
-    def _planned(self, event: PlanChanged) -> None:
-        self._groups = event.groups
 
     def _tuned(self, event: Tuned) -> None:
         self._settings = event.settings

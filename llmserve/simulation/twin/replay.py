@@ -130,7 +130,7 @@ class Twin:
         if "release" in settings:
             base = msgspec.structs.replace(base, window=None, edges=None, batch_wait_s=None)
         try:
-            scheduler = tuned(base, settings).scheduler(plan=recording.groups, learnt=self._learnt)
+            scheduler = tuned(base, settings).scheduler(learnt=self._learnt)
         except ValueError as error:
             raise ConfigError(f"{named(settings)}: {error}") from error
         engines = [_engine(info, self.tokens, self.costs[info.name]) for info in recording.engines]

@@ -169,7 +169,7 @@ class GroupProcess:
                 self._cluster.arrive(item.request)
         self._pass(until_s)
         if self._cluster is not None:
-            for _, served in self._cluster.scheduler.groups.served():
+            for _, served in self._cluster.scheduler.group.served():
                 report.served |= served  # all models share the engines
             report.present = len(self._cluster.scheduler.requests)
             report.slots = sum(engine.info.slots for engine in self._engines if not engine.down)

@@ -36,7 +36,7 @@ from kit.results import day_and_machine, read_parts, rounded, write_json
 from kit.tables import markdown
 
 from llmserve.request import EngineInfo
-from llmserve.scheduling.messages import EngineReady, RequestArrived, RequestEnded, ServingGroup, StartBatch
+from llmserve.scheduling.messages import EngineReady, RequestArrived, RequestEnded, StartBatch
 from llmserve.settings.policies import SchedulingConfig
 from questions.fleet.group import EngineSpeed, GroupProcess
 from questions.fleet.layout import Deaths, drawn_deaths, places
@@ -237,11 +237,11 @@ def _groups_beside(size: int) -> Callable[[], float]:
 
 
 def _step_us_of_one_scheduler(size: int) -> float:
-    """The median step of one scheduler with so many groups of 12 engines, each with one request at a time."""
-    plan = tuple(ServingGroup(f"g{k}", tuple(f"e{12 * k + n}" for n in range(12)), (f"m{k}",)) for k in range(size))
-    scheduler = SchedulingConfig().resolved(barrier=False).scheduler(plan=plan)
+    """The median step of one scheduler with the engines of so many groups, 12 for each model, a request at a time."""
+    scheduler = SchedulingConfig().resolved(barrier=False).scheduler()
     for number in range(12 * size):
-        scheduler.handle(EngineReady(EngineInfo(f"e{number}", SPEED.slots, False)), 0.0)
+        info = EngineInfo(f"e{number}", SPEED.slots, False, models=(f"m{number // 12}",))
+        scheduler.handle(EngineReady(info), 0.0)
     traffic = Traffic((1_000.0,), (1.0,), 10.0, 1, TOKENS_MEAN, SLO_S)
     steps_us = []
     for item in traffic.second(5, 0):
