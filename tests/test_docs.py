@@ -423,3 +423,17 @@ def test_a_wrong_number_is_detected() -> None:
     assert wrong_numbers(["0.48", "3,238"], claim) == [("0.48", 0.4861), ("3,238", 3237.0)]
     with pytest.raises(AssertionError):
         wrong_numbers(["0.49"], claim)
+
+
+# ---- excerpts of the code --------------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_guide_to_a_feature_is_the_code() -> None:
+    """The lines of each excerpt stand in the file that its first line names, in this order."""
+    excerpts = blocks("docs/guide/adding-a-feature.md", "python")
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        named, *lines = [line for line in excerpt.splitlines() if line.strip()]
+        code = iter((ROOT / named.removeprefix("# ")).read_text().splitlines())
+        missing = [line for line in lines if line not in code]  # the search goes on behind the line found before
+        assert missing == []
