@@ -292,7 +292,10 @@ async def test_llmserves_own_engine_is_restarted_on_order_when_it_is_empty() -> 
 
 
 async def test_a_healthy_engine_that_refuses_the_key_is_logged_once(start_front: StartFront, caplog: Any) -> None:
+    paths = Counter[str]()
+
     async def refuse(request: web.Request) -> web.Response:
+        paths[request.path] += 1
         return web.Response(status=200 if request.path == "/health" else 401)
 
     app = web.Application()
@@ -300,8 +303,7 @@ async def test_a_healthy_engine_that_refuses_the_key_is_logged_once(start_front:
     async with TestServer(app) as engine:
         front = await start_front(str(engine.make_url("")), wait=False)
         (handle,) = front.cluster.fleet.handles.values()
-        await until(lambda: handle.trouble != "")
-        await asyncio.sleep(0.3)
+        await until(lambda: paths["/v1/models"] > 2)
         assert not handle.up
     messages = [record.message for record in caplog.records if "/v1/models answers 401" in record.message]
     assert len(messages) == 1
@@ -391,8 +393,8 @@ async def test_a_fleet_closes_although_an_engine_is_probed_early_at_that_moment(
         fleet = Fleet([engine])
         fleet.start(lambda event: None)
         (handle,) = fleet.handles.values()
-        await until(lambda: handle.up)
-        await asyncio.sleep(0.01)  # the watch waits for its next probe
+        await until(lambda: handle.up and handle.probe is not None and handle.probe.done())
+        await asyncio.sleep(0)  # the watch waits for its next probe
         handle.nudge.set()
         for _ in range(steps):
             await asyncio.sleep(0)
