@@ -13,7 +13,7 @@ from llmserve.scheduling.rates import ServiceTime
 
 
 class Charges:
-    """Reserves and settles the charges of calls.
+    """The charges of calls, from their reserve to their settlement.
 
     models  the scheduler's queues, by model
     """

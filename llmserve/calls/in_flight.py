@@ -73,7 +73,7 @@ def _use(head: Head) -> tuple[int, float]:
 
 
 class Client(Protocol):
-    """Who gets the answer of a call. `begin` with a body, `end` and `fail` are the last that a client hears."""
+    """The receiver of a call's answer. `begin` with a body, `end` and `fail` are the last calls of its methods."""
 
     @property
     def paused(self) -> bool:
@@ -101,7 +101,7 @@ class Client(Protocol):
 
 
 class Charge(Protocol):
-    """What one call uses of its key's limits; see charges.py."""
+    """The share of its key's limits that one call uses; see charges.py."""
 
     def reserve(
         self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float
@@ -122,7 +122,7 @@ class Charge(Protocol):
 
 
 class Trace(Protocol):
-    """Follows one call from engine to engine, for operators; see traces.py."""
+    """The trace of one call from engine to engine, for operators; see traces.py."""
 
     def started(self, in_flight: InFlightCall, now_s: float) -> None:
         """An engine is about to get the call. May add headers for the engine."""

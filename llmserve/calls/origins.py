@@ -11,7 +11,7 @@ ROWS_AT_ONCE = 1000  # of a state, in a slice
 
 
 class Origin(NamedTuple):
-    """Who knows a response. engine : name.  key : name of the key that asked for it"""
+    """The engine that knows a response. engine : name.  key : name of the key that asked for it"""
 
     engine: str
     key: str

@@ -33,7 +33,7 @@ ROUNDING = 1e-9
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Of one model.
+    """The load of one model.
 
     arriving  engine-seconds of work that arrive each second
     waiting   (seconds until the deadline, None without one; engine-seconds of the forecast) of each waiting request

@@ -45,8 +45,8 @@ class Engines(Protocol):
         ...
 
 
-class Place(msgspec.Struct, frozen=True):
-    """A waiting request's place.
+class QueuePosition(msgspec.Struct, frozen=True):
+    """The position of a waiting request, and its expected wait.
 
     position  in the queue of its model, from 1
     wait_s    predicted seconds until its start; None: unknown
@@ -74,7 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Estimator:
-    """Predicts by the order of the scheduler, the forecasts of what waits and runs, and the rate of ends."""
+    """Predictions by the order of the scheduler, by the forecasts of calls, and by the rate at which requests end."""
 
     def __init__(self, scheduler: Scheduler, engines: Engines, now_s: Callable[[], float]) -> None:
         self._scheduler = scheduler
@@ -85,26 +85,26 @@ class Estimator:
 
     # ---- what waits ----
 
-    def place_of(self, call: InFlightCall) -> Place | None:
-        """The place of a call; None while it runs, or its length is being predicted."""
+    def position_of(self, call: InFlightCall) -> QueuePosition | None:
+        """The position of a call; None while it runs, or its length is being predicted."""
         queued = self._scheduler.requests.get(call.request.id)
         if queued is None or queued.run is not None:
             return None
         queues = self._scheduler.models[queued.request.model]
         position = self._snapshot(queues).positions.get(queued.request.id, queues.waiting)
-        return self._place_at(position, queues)
+        return self._position_at(position, queues)
 
     def start_s(self, call: InFlightCall) -> float | None:
         """Predicted seconds until a call starts, 0 when it runs; None: no engine of its model works.
 
-        By the call's place, which knows the shares. Before the rate of ends is known, by the mean answer.
+        By the position of the call, which regards the shares. Before the rate of ends is known, by the mean answer.
         """
-        place = self.place_of(call)
-        if place is None:
+        queued = self.position_of(call)
+        if queued is None:
             return 0.0
-        if place.wait_s is not None or place.no_engine:
-            return place.wait_s
-        return place.position * self._answer_s(call, None) / max(1, self._engines.slots_of(call.call.model))
+        if queued.wait_s is not None or queued.no_engine:
+            return queued.wait_s
+        return queued.position * self._answer_s(call, None) / max(1, self._engines.slots_of(call.call.model))
 
     def next_start_s(self, request: Request) -> float | None:
         """Predicted seconds until one more request like this, of its share and model, would start; None: unknown."""
@@ -117,7 +117,7 @@ class Estimator:
         counter = snapshot.after.get(request.share)
         if counter is None:
             counter = queues.fair.counter_of(request.share)
-        return self._place_at(bisect_right(snapshot.counters, counter) + 1, queues).wait_s
+        return self._position_at(bisect_right(snapshot.counters, counter) + 1, queues).wait_s
 
     def room_s(self, request: Request) -> float | None:
         """Predicted seconds until a full queue takes a request like this: when one more of its share would start, or
@@ -190,13 +190,13 @@ class Estimator:
         for position, queued in enumerate(in_turn(queues, self._scheduler.order), 1):
             members.setdefault((queued.request.share, queued.bin), []).append((position, queued))
         for (share, bin_index), waiting in sorted(members.items()):
-            wait_s = self._place_at(waiting[0][0], queues).wait_s
+            wait_s = self._position_at(waiting[0][0], queues).wait_s
             oldest_s = self._now_s() - min([queued.arrived_at_s for _, queued in waiting])
             starts_s = None if wait_s is None else round(wait_s, 1)
             yield WaitingRow(queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
 
-    def _place_at(self, position: int, queues: ModelQueues) -> Place:
-        """The place at a position of a model's queues.
+    def _position_at(self, position: int, queues: ModelQueues) -> QueuePosition:
+        """The expected wait at a position of a model's queues.
 
         Engines end requests of all models: the others that wait count by their share. Before the rate
         of ends is known, each of the running calls is followed by one that waits, and that by another.
@@ -206,16 +206,16 @@ class Estimator:
         wait_s = None if no_engine else group.rate.drain_time_s(round(position * share))
         if wait_s is None and not no_engine:
             wait_s = self._after_running_s(position, queues)
-        return Place(position, wait_s, no_engine)
+        return QueuePosition(position, wait_s, no_engine)
 
     def _after_running_s(self, position: int, queues: ModelQueues) -> float | None:
         ends_s = sorted(self.remaining_s(self._engines.running_on(queues.model)))
         if not ends_s:
             return None
-        rounds, place = divmod(position - 1, len(ends_s))
+        rounds, number = divmod(position - 1, len(ends_s))
         if rounds and not queues.service.answers:  # how long an answer takes is not known
             return None
-        return ends_s[place] + rounds * queues.service.tokens_mean * queues.service.seconds_per_token
+        return ends_s[number] + rounds * queues.service.tokens_mean * queues.service.seconds_per_token
 
 
 def in_turn(queues: ModelQueues, order: Order) -> list[QueuedRequest]:

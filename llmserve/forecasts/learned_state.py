@@ -34,7 +34,7 @@ SECRET_BYTES = 16
 
 
 @dataclass(frozen=True)
-class LearntParts:
+class LearnedState:
     """The parts that learn outside the scheduler, and what the scheduler begins with.
 
     learners    by model; "": of every other model
@@ -87,12 +87,12 @@ class LearntParts:
             self.origins.restore(state["routes"])
 
 
-def learnt_before(
+def learned_before(
     config: Config,
     kept: StateFile | None,
     predictors: Mapping[str, PredictorProcess],
     engines: Sequence[OpenAIEngine],
-) -> LearntParts:
+) -> LearnedState:
     """The learning parts, with what was kept before. A file that cannot be used is set aside, with a warning.
 
     predictors : by model.
@@ -111,10 +111,10 @@ def learnt_before(
 
 def _nothing_learnt(
     config: Config, predictors: Mapping[str, PredictorProcess], engines: Sequence[OpenAIEngine]
-) -> LearntParts:
+) -> LearnedState:
     models = ["", *sorted(set(by_model("predictor", config.prediction.predictor)) - {""})]
     secret, keys_max = secrets.token_bytes(SECRET_BYTES), config.prediction.memory_keys
-    return LearntParts(
+    return LearnedState(
         config,
         {model: OnlineLearner(keys_max=keys_max, learns_text=keys_max > 0, secret=secret) for model in models},
         {model: predictors[model].mark.hex() if model in predictors else "" for model in models},

@@ -38,7 +38,7 @@ class LengthForecast(Protocol):
 
 
 class LengthForecaster(Protocol):
-    """Predicts the lengths of answers in bounded time, and learns from their real lengths."""
+    """A predictor of the lengths of answers, in bounded time, which learns from the real lengths."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]: ...

@@ -27,7 +27,7 @@ log = logging.getLogger("llmserve")
 
 
 class LearningLoop:
-    """Learning from answers, in slices, after the tasks that were ready before.
+    """Learning from answers, in slices, each after the tasks that were ready before.
 
     learn   learns from an answer's tokens what it teaches. True when other forecasts may change now
     learnt  called after each such answer

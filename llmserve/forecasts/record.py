@@ -23,7 +23,7 @@ log = logging.getLogger("llmserve")
 
 
 class LengthRecord:
-    """Appends to a JSON Lines file. A write that fails ends the record, never a request."""
+    """A JSON Lines file that only grows. A write that fails ends the record, never a request."""
 
     def __init__(self, path: Path) -> None:
         try:

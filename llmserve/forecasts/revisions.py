@@ -26,11 +26,11 @@ Forecast = tuple[float | None, tuple[float, ...]]
 
 
 class Revisions:
-    """Call `learnt` after each learnt answer; then, while `pending`, give the scheduler what `some` returns.
+    """Rounds of revisions. After each learnt answer call `learnt`; while `pending`, give the scheduler those of `some`.
 
     requests  requests of the scheduler by id, in order of arrival: Scheduler.requests
-    forecast  a waiting request's forecast by all that was learnt, by id; None: its forecast stays, for it has none, or
-              its client gave it
+    forecast  a waiting request's forecast by all that was learnt, by id; None: the forecast stays: there is none, or
+              the client supplied it
     """
 
     def __init__(self, requests: Mapping[int, QueuedRequest], forecast: Callable[[int], Forecast | None]) -> None:

@@ -23,7 +23,7 @@ MEMORY = 256  # answers after which an observation's weight has fallen to a thir
 
 
 class Sample:
-    """Decides which answers teach. share : of the time that teaching may take"""
+    """An even sample of the answers, those that teach. share : of the time that teaching may take"""
 
     def __init__(self, share: float) -> None:
         self._share = share

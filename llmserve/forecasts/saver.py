@@ -36,7 +36,7 @@ class Saved:
 
 
 class Saver:
-    """Makes states on the event loop, in slices, and writes them in a thread.
+    """Regular saves of a state, which is made on the event loop in slices, and written in a thread.
 
     A write that fails is logged once, and tried again with the next state.
 

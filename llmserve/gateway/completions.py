@@ -198,7 +198,7 @@ class _Answer:
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
         silence = Silence(
-            comment_of(estimator.place_of(in_flight), running=in_flight.answering is not None),
+            comment_of(estimator.position_of(in_flight), running=in_flight.answering is not None),
             in_flight.delivery.answered,
             in_flight.measured.usage,
             counts_events(self._exchange.headers),

@@ -1,23 +1,23 @@
-"""What a stream says before the engine does: comments that tell a place, and errors when status 200 has been sent."""
+"""What a stream says before the engine does: comments that tell its position, and errors after status 200."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmserve.estimates.estimator import Place
+from llmserve.estimates.estimator import QueuePosition
 
 EVENT_STREAM = "text/event-stream"
 
 
-def comment_of(place: Place | None, *, running: bool) -> bytes:
-    """The text of a comment. place : None while the request runs, or its length is being predicted"""
-    if place is None:
+def comment_of(queued: QueuePosition | None, *, running: bool) -> bytes:
+    """The text of a comment. queued : None while the request runs, or its length is being predicted"""
+    if queued is None:
         return b"running" if running else b"waiting"
-    if place.no_engine:
-        return b"position %d, waiting for an engine" % place.position
-    if place.wait_s is None:
-        return b"position %d" % place.position
-    return b"position %d, about %.0f s" % (place.position, place.wait_s)
+    if queued.no_engine:
+        return b"position %d, waiting for an engine" % queued.position
+    if queued.wait_s is None:
+        return b"position %d" % queued.position
+    return b"position %d, about %.0f s" % (queued.position, queued.wait_s)
 
 
 def counts_events(headers: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls `ring` once at the time that was set last, in seconds of the clock `now_s`."""
+    """A timer that calls `ring` once, at the time that was set last, in seconds of the clock `now_s`."""
 
     def __init__(self, now_s: Callable[[], float], ring: Callable[[], None]) -> None:
         self._now_s = now_s

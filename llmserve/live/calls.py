@@ -46,7 +46,7 @@ log = logging.getLogger("llmserve")
 
 
 class Calls:
-    """Takes clients' calls, and starts, stops and ends them as the scheduler decides.
+    """The calls of clients, which start, stop and end as the scheduler decides.
 
     on_answered  called with each call that an engine has answered whole, and the tokens of one of its answers
     on_ended     called with each call that has ended

@@ -46,8 +46,8 @@ class Order(Enum):
     REMOVE = auto()
 
 
-class Happening(Enum):
-    """What happens to an engine."""
+class EngineEvent(Enum):
+    """What a probe, a request or an operator does to an engine."""
 
     ANSWERED = "a probe was answered, with a served model"
     BARE = "a probe was answered, without a served model"
@@ -62,80 +62,80 @@ class Happening(Enum):
     KEEP = "the settings name it"
 
 
-class Heard(Enum):
-    """What the scheduler hears of an engine."""
+class Notice(Enum):
+    """An event of the scheduler about an engine."""
 
     OPENED = "EngineReady"
     CLOSED = "EngineClosed"
     LOST = "EngineLost"
 
 
-HEALTH: Mapping[Health, Mapping[Happening, Health]] = {
+HEALTH: Mapping[Health, Mapping[EngineEvent, Health]] = {
     Health.NEW: {
-        Happening.ANSWERED: Health.UP,
-        Happening.BARE: Health.BARE,
-        Happening.REFUSED: Health.NEW,
-        Happening.SILENT: Health.NEW,
-        Happening.EMPTY: Health.NEW,
+        EngineEvent.ANSWERED: Health.UP,
+        EngineEvent.BARE: Health.BARE,
+        EngineEvent.REFUSED: Health.NEW,
+        EngineEvent.SILENT: Health.NEW,
+        EngineEvent.EMPTY: Health.NEW,
     },
     Health.UP: {
-        Happening.ANSWERED: Health.UP,
-        Happening.BARE: Health.BARE,
-        Happening.REFUSED: Health.REFUSING,
-        Happening.SILENT: Health.DOWN,
-        Happening.EMPTY: Health.UP,
+        EngineEvent.ANSWERED: Health.UP,
+        EngineEvent.BARE: Health.BARE,
+        EngineEvent.REFUSED: Health.REFUSING,
+        EngineEvent.SILENT: Health.DOWN,
+        EngineEvent.EMPTY: Health.UP,
     },
     Health.BARE: {
-        Happening.ANSWERED: Health.UP,
-        Happening.BARE: Health.BARE,
-        Happening.REFUSED: Health.REFUSING,
-        Happening.SILENT: Health.DOWN,
-        Happening.EMPTY: Health.BARE,
+        EngineEvent.ANSWERED: Health.UP,
+        EngineEvent.BARE: Health.BARE,
+        EngineEvent.REFUSED: Health.REFUSING,
+        EngineEvent.SILENT: Health.DOWN,
+        EngineEvent.EMPTY: Health.BARE,
     },
     Health.REFUSING: {
-        Happening.ANSWERED: Health.UP,
-        Happening.BARE: Health.BARE,
-        Happening.REFUSED: Health.REFUSING,
-        Happening.SILENT: Health.DOWN,
-        Happening.EMPTY: Health.DOWN,
+        EngineEvent.ANSWERED: Health.UP,
+        EngineEvent.BARE: Health.BARE,
+        EngineEvent.REFUSED: Health.REFUSING,
+        EngineEvent.SILENT: Health.DOWN,
+        EngineEvent.EMPTY: Health.DOWN,
     },
     Health.DOWN: {
-        Happening.ANSWERED: Health.UP,
-        Happening.BARE: Health.BARE,
-        Happening.REFUSED: Health.DOWN,
-        Happening.SILENT: Health.DOWN,
-        Happening.EMPTY: Health.DOWN,
+        EngineEvent.ANSWERED: Health.UP,
+        EngineEvent.BARE: Health.BARE,
+        EngineEvent.REFUSED: Health.DOWN,
+        EngineEvent.SILENT: Health.DOWN,
+        EngineEvent.EMPTY: Health.DOWN,
     },
 }
 """Health after what a probe or a request observes."""
 
-ORDERS: Mapping[Order, Mapping[Happening, Order]] = {
+ORDERS: Mapping[Order, Mapping[EngineEvent, Order]] = {
     Order.SERVE: {
-        Happening.DRAIN: Order.DRAIN,
-        Happening.RESUME: Order.SERVE,
-        Happening.RESTART: Order.RESTART,
-        Happening.RESTARTED: Order.SERVE,
-        Happening.REMOVE: Order.REMOVE,
-        Happening.KEEP: Order.SERVE,
+        EngineEvent.DRAIN: Order.DRAIN,
+        EngineEvent.RESUME: Order.SERVE,
+        EngineEvent.RESTART: Order.RESTART,
+        EngineEvent.RESTARTED: Order.SERVE,
+        EngineEvent.REMOVE: Order.REMOVE,
+        EngineEvent.KEEP: Order.SERVE,
     },
     Order.DRAIN: {
-        Happening.DRAIN: Order.DRAIN,
-        Happening.RESUME: Order.SERVE,
-        Happening.RESTART: Order.RESTART,
-        Happening.RESTARTED: Order.DRAIN,
-        Happening.REMOVE: Order.REMOVE,
-        Happening.KEEP: Order.DRAIN,
+        EngineEvent.DRAIN: Order.DRAIN,
+        EngineEvent.RESUME: Order.SERVE,
+        EngineEvent.RESTART: Order.RESTART,
+        EngineEvent.RESTARTED: Order.DRAIN,
+        EngineEvent.REMOVE: Order.REMOVE,
+        EngineEvent.KEEP: Order.DRAIN,
     },
     Order.RESTART: {
-        Happening.RESTART: Order.RESTART,
-        Happening.RESTARTED: Order.SERVE,
-        Happening.REMOVE: Order.REMOVE,
-        Happening.KEEP: Order.RESTART,
+        EngineEvent.RESTART: Order.RESTART,
+        EngineEvent.RESTARTED: Order.SERVE,
+        EngineEvent.REMOVE: Order.REMOVE,
+        EngineEvent.KEEP: Order.RESTART,
     },
     Order.REMOVE: {
-        Happening.RESTARTED: Order.REMOVE,
-        Happening.REMOVE: Order.REMOVE,
-        Happening.KEEP: Order.SERVE,
+        EngineEvent.RESTARTED: Order.REMOVE,
+        EngineEvent.REMOVE: Order.REMOVE,
+        EngineEvent.KEEP: Order.SERVE,
     },
 }
 """Order after what an operator does. What is missing here is refused; see `refusal`."""
@@ -193,14 +193,14 @@ class EngineState(NamedTuple):
         return "ready" if self.takes else "without a model"
 
 
-def after(state: EngineState, happening: Happening) -> EngineState:
+def after(state: EngineState, event: EngineEvent) -> EngineState:
     """The state that follows. An operator's order must not be one that the state refuses."""
     health, order = state
-    if happening not in HEALTH[health]:
-        assert refusal(state, happening) is None, f"{happening} is refused in {state}"
-        return EngineState(health, ORDERS[order][happening])
-    later = HEALTH[health][happening]
-    if happening is Happening.EMPTY and state.planned:
+    if event not in HEALTH[health]:
+        assert refusal(state, event) is None, f"{event} is refused in {state}"
+        return EngineState(health, ORDERS[order][event])
+    later = HEALTH[health][event]
+    if event is EngineEvent.EMPTY and state.planned:
         later = Health.DOWN if state.seen else Health.NEW  # what its operator has waited for
     elif later in UP and health not in UP:
         if order is Order.RESTART:
@@ -210,25 +210,25 @@ def after(state: EngineState, happening: Happening) -> EngineState:
     return EngineState(later, order)
 
 
-def refusal(state: EngineState, happening: Happening) -> str | None:
+def refusal(state: EngineState, event: EngineEvent) -> str | None:
     """What an engine is or does, so that its operator's order is refused; None: the order is not refused."""
-    if happening not in ORDERS[state.order]:
+    if event not in ORDERS[state.order]:
         return "is being removed" if state.order is Order.REMOVE else "is being restarted"
-    if happening is Happening.DRAIN and not state.up:
+    if event is EngineEvent.DRAIN and not state.up:
         return "is down: it gets no requests now, and gets requests again once it is up"
     return None
 
 
-def heard(before: EngineState, happening: Happening, later: EngineState) -> tuple[Heard, ...]:
+def notices(before: EngineState, event: EngineEvent, later: EngineState) -> tuple[Notice, ...]:
     """What the scheduler hears of a step, in this order.
 
     An engine is closed before it is lost, so that no request starts there while its calls are abandoned.
     """
-    is_ended = happening is Happening.EMPTY and before.planned
+    is_ended = event is EngineEvent.EMPTY and before.planned
     if is_ended or (later.health is Health.DOWN and before.health is not Health.DOWN):
-        return (Heard.LOST,) if before.closed else (Heard.CLOSED, Heard.LOST)
+        return (Notice.LOST,) if before.closed else (Notice.CLOSED, Notice.LOST)
     if later.closed and not before.closed:
-        return (Heard.CLOSED,)
-    if later.takes and (not before.takes or happening is Happening.RESUME):
-        return (Heard.OPENED,)
+        return (Notice.CLOSED,)
+    if later.takes and (not before.takes or event is EngineEvent.RESUME):
+        return (Notice.OPENED,)
     return ()

@@ -29,7 +29,7 @@ from bins.profile import Profile
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import Endpoints, Engine, EngineError, Health
 from llmserve.errors import EngineStartError
-from llmserve.live.engine_state import Happening, Heard, Order, after
+from llmserve.live.engine_state import EngineEvent, Notice, Order, after
 from llmserve.live.handle import EngineHandle
 from llmserve.live.homes import Homes
 from llmserve.live.known_models import KnownModels, Listed
@@ -45,7 +45,7 @@ NAMES_SHOWN = 20  # names of an engine's models in a line of the log
 
 
 class Fleet:
-    """The engines, and what they tell.
+    """The engines of a live cluster, which are watched.
 
     is_served   whether the server serves a model that an engine lists
     profiles    by model ("": every other model): how long batches take; EngineReady carries the step times
@@ -203,16 +203,16 @@ class Fleet:
 
     def drain(self, handle: EngineHandle) -> None:
         """Send no new requests to the engine until `resume`, or until it was down and is up again."""
-        self._drain(handle, Happening.DRAIN)
+        self._drain(handle, EngineEvent.DRAIN)
 
     def resume(self, handle: EngineHandle) -> None:
         """End a drain."""
-        self._step(handle, Happening.RESUME)
+        self._step(handle, EngineEvent.RESUME)
 
     def restart(self, handle: EngineHandle) -> None:
         """Drain the engine, restart its process when it is empty, resume. The engine must have `restart`."""
         if handle.state.order is not Order.RESTART:
-            self._drain(handle, Happening.RESTART)
+            self._drain(handle, EngineEvent.RESTART)
             handle.work = asyncio.create_task(self._restart(handle))
 
     def add(self, engine: Engine) -> None:
@@ -224,16 +224,16 @@ class Fleet:
             return
         if handle.state.order is Order.REMOVE:
             _cancel(handle.work)
-        self._step(handle, Happening.KEEP)
+        self._step(handle, EngineEvent.KEEP)
 
     def remove(self, handle: EngineHandle) -> None:
         """Drain the engine, and forget it when it is empty."""
         if handle.state.order is not Order.REMOVE:
             _cancel(handle.work)
-            self._drain(handle, Happening.REMOVE)
+            self._drain(handle, EngineEvent.REMOVE)
             handle.work = asyncio.create_task(self._remove(handle))
 
-    def _drain(self, handle: EngineHandle, order: Happening) -> None:
+    def _drain(self, handle: EngineHandle, order: EngineEvent) -> None:
         self._step(handle, order)
         log.info("engine %s is drained: %d requests still run on it", handle.name, len(handle.running))
 
@@ -243,13 +243,13 @@ class Fleet:
             while handle.running:
                 await handle.empty.wait()
             log.info("engine %s is empty and restarts", handle.name)
-            self._step(handle, Happening.EMPTY)
+            self._step(handle, EngineEvent.EMPTY)
             await handle.engine.restart()
             log.info("engine %s has been restarted", handle.name)
         except EngineStartError as error:
             log.error("engine %s was not restarted: %s", handle.name, error)
         finally:
-            self._step(handle, Happening.RESTARTED)
+            self._step(handle, EngineEvent.RESTARTED)
             handle.nudge.set()
 
     async def _remove(self, handle: EngineHandle) -> None:
@@ -257,7 +257,7 @@ class Fleet:
             await handle.empty.wait()
         _cancel(handle.watcher)
         _cancel(handle.probe)
-        self._step(handle, Happening.EMPTY)
+        self._step(handle, EngineEvent.EMPTY)
         self._known_models.change(handle.models, {})
         del self.handles[handle.name]
         self._lanes.keep(self.models, self.handles)
@@ -291,9 +291,9 @@ class Fleet:
         if not handle.state.alive:
             return min(2 * pause_s, config.probe_every_s)
         if handle.probes_failed >= config.probes_failed_max:
-            self._step(handle, Happening.SILENT)
+            self._step(handle, EngineEvent.SILENT)
         elif not (handle.up or handle.running):
-            self._step(handle, Happening.EMPTY)
+            self._step(handle, EngineEvent.EMPTY)
         return min(SUSPECT_PROBE_S, config.probe_every_s)
 
     def _begin_probe(self, handle: EngineHandle) -> asyncio.Task[bool]:
@@ -319,9 +319,9 @@ class Fleet:
     def _answered(self, handle: EngineHandle, health: Health) -> bool:
         """Bring the handle up to date after a successful probe. False: the engine's restart is not over."""
         models = {model.id: model for model in health.models if self._is_served(model.id)}
-        happening = Happening.ANSWERED if models else Happening.BARE
+        event = EngineEvent.ANSWERED if models else EngineEvent.BARE
         came_up = not handle.up
-        if came_up and not after(handle.state, happening).up:
+        if came_up and not after(handle.state, event).up:
             return False
         handle.answer(health)
         if came_up or models != handle.models:
@@ -333,7 +333,7 @@ class Fleet:
             handle.endpoints = Endpoints(health.paths)
         before, handle.info = handle.info, self._info(handle, health, came_up=came_up)
         was_ready = handle.ready
-        self._step(handle, happening)
+        self._step(handle, event)
         if was_ready and handle.ready and handle.info != before:
             self._notify(EngineReady(handle.info))
             self._follow_homes()
@@ -368,18 +368,18 @@ class Fleet:
         """An engine that refuses connections has died, or still finishes its requests."""
         if handle.up:
             log.warning("engine %s takes no connections; %d requests run on it", handle.name, len(handle.running))
-            self._step(handle, Happening.REFUSED)
+            self._step(handle, EngineEvent.REFUSED)
             handle.nudge.set()
 
     # ---- events for the scheduler -----------------------------------------------------------------------------
 
-    def _step(self, handle: EngineHandle, happening: Happening) -> None:
+    def _step(self, handle: EngineHandle, event: EngineEvent) -> None:
         """Let the engine's state follow, and tell the scheduler."""
-        for heard in handle.step(happening):
-            if heard is Heard.OPENED:
+        for notice in handle.step(event):
+            if notice is Notice.OPENED:
                 self._notify(EngineReady(handle.info))
                 self._follow_homes()
-            elif heard is Heard.CLOSED:
+            elif notice is Notice.CLOSED:
                 self._notify(EngineClosed(handle.name, handle.state.expected))
                 self._follow_homes()
             else:

@@ -8,7 +8,7 @@ from typing import Any
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import Endpoints, Engine
 from llmserve.engines.engine import Health as Probed
-from llmserve.live.engine_state import EngineState, Happening, Heard, after, heard
+from llmserve.live.engine_state import EngineEvent, EngineState, Notice, after, notices
 from llmserve.live.known_models import Listed
 
 
@@ -79,10 +79,10 @@ class EngineHandle:
         """Those that are not done."""
         return [task for task in (self.watcher, self.probe, self.work) if task is not None and not task.done()]
 
-    def step(self, happening: Happening) -> tuple[Heard, ...]:
+    def step(self, event: EngineEvent) -> tuple[Notice, ...]:
         """Take the next state; return what the scheduler must hear."""
-        before, self.state = self.state, after(self.state, happening)
-        return heard(before, happening, self.state)
+        before, self.state = self.state, after(self.state, event)
+        return notices(before, event, self.state)
 
     def answer(self, probed: Probed) -> None:
         """Note a probe's answer."""

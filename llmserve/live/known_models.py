@@ -15,7 +15,10 @@ Listed = Mapping[str, ServedModel]
 
 
 class KnownModels:
-    """by_id : in the order in which models became known; of several context sizes the smallest."""
+    """The models that engines list.
+
+    by_id : in the order in which models became known; of several context sizes the smallest
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[str, ServedModel] = {}

@@ -21,7 +21,10 @@ from llmserve.engines.engine import Endpoints
 
 
 class Lane(NamedTuple):
-    """path : "": of every endpoint.  engine : name; "": every engine.  group : of a door's plan; "": the model's own"""
+    """A queue beside the model's own.
+
+    path : "": of every endpoint.  engine : name; "": every engine.  group : of a door's plan; "": the model's own
+    """
 
     model: str
     path: str = ""

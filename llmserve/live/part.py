@@ -15,7 +15,7 @@ import msgspec
 from llmserve.engines.kinds import Servers, engine_name
 from llmserve.engines.part import Connected
 from llmserve.errors import ConfigError
-from llmserve.forecasts.learned_state import learnt_before
+from llmserve.forecasts.learned_state import learned_before
 from llmserve.forecasts.lengths import Forecasts
 from llmserve.forecasts.part import RunningPredictors, forecaster
 from llmserve.forecasts.record import LengthRecord
@@ -77,7 +77,7 @@ class Live(Part):
         config, kept = server.config, server.find(StateFile)
         served = server.get(Served)
         engines, predictors = server.get(Connected).engines, server.get(RunningPredictors)
-        learned = learnt_before(config, kept, predictors, engines)
+        learned = learned_before(config, kept, predictors, engines)
         forecasts = predictors[""].forecasts if "" in predictors else ()
         header = Header(
             config.scheduling,

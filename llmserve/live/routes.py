@@ -18,7 +18,7 @@ LANES_UNLISTED_MAX = 256  # so many lanes, and models that no engine lists yet g
 
 
 class Routes:
-    """The engines of each call.
+    """The engines that can serve each call.
 
     paths : of the endpoints that this server passes to engines
     origins : of responses that engines keep

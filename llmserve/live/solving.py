@@ -19,7 +19,7 @@ FALLBACKS = {
 
 
 class Solving:
-    """Makes plans while the scheduler follows the current ones; at most one per model, for it waits for each.
+    """Dispatch plans in the making, at most one per model: the scheduler asks for the next when it has the last.
 
     solvers  by model ("": every other model)
     notify   takes an event for the scheduler

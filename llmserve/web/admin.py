@@ -16,13 +16,13 @@ from llmserve.errors import BadRequest, ConfigError, NotFound
 from llmserve.gateway.answers import json_response
 from llmserve.gateway.api_document import json_body
 from llmserve.live.cluster import LiveCluster
-from llmserve.live.engine_state import Happening, refusal
+from llmserve.live.engine_state import EngineEvent, refusal
 from llmserve.live.handle import EngineHandle
 from llmserve.machines.peers import Peers, ToServer
 from llmserve.tenants.guards import Guard
 from llmserve.tenants.limits import KeyLimits
 
-ORDERS = {"drain": Happening.DRAIN, "resume": Happening.RESUME, "restart": Happening.RESTART}
+ORDERS = {"drain": EngineEvent.DRAIN, "resume": EngineEvent.RESUME, "restart": EngineEvent.RESTART}
 
 
 class AdminEndpoints:

@@ -72,7 +72,7 @@ def test_a_running_request_has_no_place_and_the_others_count_from_one() -> None:
     arrive(scheduler, 1)
     arrive(scheduler, 2)
     estimator = estimator_of(scheduler)
-    assert [place and place.position for place in (estimator.place_of(call(number)) for number in (0, 1, 2))] == [
+    assert [place and place.position for place in (estimator.position_of(call(number)) for number in (0, 1, 2))] == [
         None,
         1,
         2,
@@ -129,12 +129,12 @@ def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> N
         arrive(scheduler, request_id)
     engines = Engines(scheduler, 3.0)
     estimator = engines.estimator
-    waits_s = [place.wait_s for number in (1, 2) if (place := estimator.place_of(call(number))) is not None]
+    waits_s = [place.wait_s for number in (1, 2) if (place := estimator.position_of(call(number))) is not None]
     assert waits_s == [3.0, None]
     for request_id in (0, 1, 2):  # one ends each 2 s
         scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 2.0 * request_id + 2.0)
     engines.at_s = 6.0
-    place = estimator.place_of(call(4))
+    place = estimator.position_of(call(4))
     assert place is not None
     assert (place.position, place.wait_s) == (1, 2.0)
 
@@ -145,7 +145,7 @@ def test_after_a_pause_the_wait_counts_the_answers_before_by_the_mean_answer() -
     for request_id in (1, 2, 3):
         arrive(scheduler, request_id, at_s=9.0)
     service = scheduler.queues("").service
-    place = estimator_of(scheduler, 1.5).place_of(call(3))
+    place = estimator_of(scheduler, 1.5).position_of(call(3))
     assert place is not None
     assert place.wait_s == pytest.approx(1.5 + service.tokens_mean * service.seconds_per_token)
 
@@ -156,13 +156,13 @@ def test_places_hold_for_a_second_and_then_are_made_again() -> None:
     arrive(scheduler, 2)
     engines = Engines(scheduler)
     estimator = engines.estimator
-    before = estimator.place_of(call(2))
+    before = estimator.position_of(call(2))
     scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 0.1)
     arrive(scheduler, 3, at_s=0.1)
-    kept = estimator.place_of(call(2))
-    new = estimator.place_of(call(3))
+    kept = estimator.position_of(call(2))
+    new = estimator.position_of(call(3))
     engines.at_s = KEPT_S
-    after = estimator.place_of(call(2))
+    after = estimator.position_of(call(2))
     positions = [place.position for place in (before, kept, new, after) if place is not None]
     assert positions == [2, 2, 2, 1], "a request that came later is last"
 
@@ -171,6 +171,6 @@ def test_without_a_working_engine_no_wait_is_told() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 1)
     scheduler.handle(EngineLost("gpu0", expected=True), 1.0)
-    place = estimator_of(scheduler, 3.0).place_of(call(1))
+    place = estimator_of(scheduler, 3.0).position_of(call(1))
     assert place is not None
     assert (place.wait_s, place.no_engine) == (None, True)

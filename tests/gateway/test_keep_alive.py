@@ -26,7 +26,7 @@ from tap import tapping
 
 from llmserve.engines.timed.answer import FakeAnswer, events
 from llmserve.engines.timed.server import FakeEngine, Fault
-from llmserve.estimates.estimator import Place
+from llmserve.estimates.estimator import QueuePosition
 from llmserve.gateway.keep_alive import comment_of
 from llmserve.settings.tree import LiveConfig
 from llmserve.wire.answer_forms import error_of_body
@@ -369,9 +369,9 @@ def test_nothing_may_be_written_into_an_event_that_passes_in_parts() -> None:
 
 
 def test_a_comment_tells_what_is_known() -> None:
-    assert comment_of(Place(12, 8.2, no_engine=False), running=False) == b"position 12, about 8 s"
-    assert comment_of(Place(12, None, no_engine=False), running=False) == b"position 12"
-    assert comment_of(Place(1, None, no_engine=True), running=False) == b"position 1, waiting for an engine"
+    assert comment_of(QueuePosition(12, 8.2, no_engine=False), running=False) == b"position 12, about 8 s"
+    assert comment_of(QueuePosition(12, None, no_engine=False), running=False) == b"position 12"
+    assert comment_of(QueuePosition(1, None, no_engine=True), running=False) == b"position 1, waiting for an engine"
     assert comment_of(None, running=True) == b"running"
 
 

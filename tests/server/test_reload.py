@@ -17,7 +17,7 @@ from server_process import Server
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.live.cluster import LiveCluster
-from llmserve.live.engine_state import Happening
+from llmserve.live.engine_state import EngineEvent
 from llmserve.server.reload import Reloader
 from llmserve.server.serving import serving
 from llmserve.settings.tree import ApiConfig, Config, EngineConfig, LiveConfig, ServerConfig
@@ -185,7 +185,7 @@ async def test_an_engine_that_was_down_while_it_is_removed_gets_no_new_requests(
         await until(lambda: one.running == other.running == 2)
         handle = server.cluster.fleet.handles[name(other)]
         await server.change(one)
-        handle.step(Happening.SILENT)
+        handle.step(EngineEvent.SILENT)
         await until(lambda: handle.up)
         assert not handle.ready
         assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
