@@ -127,7 +127,7 @@ class BatchEndpoints:
         upload: Upload = request.scope["exchange"].sink
         file = await upload.finish()
         try:
-            row = await self._jobs.add_file(upload.key, upload.filename or "", file, _checked(upload.fields))
+            row = await self._jobs.add_file(upload.key, upload.form.filename or "", file, _checked(upload.form.fields))
         except RequestError:
             file.discard()
             raise

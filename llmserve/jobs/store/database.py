@@ -49,7 +49,7 @@ class Presence(Protocol):
 
 
 class Backend(Protocol):
-    """A kind of database for the store; tests/jobs/conformance.py has its laws.
+    """A kind of database for the store; tests/jobs/store/conformance.py has its laws.
 
     presence : of a server that uses this database
     """

@@ -109,7 +109,7 @@ async def test_a_server_that_ends_leaves_its_batches_to_the_next(engine: FakeEng
         client = client_of(url)
         batch = await create(client, jsonl([request(number, max_tokens=40) for number in range(400)]))
         await at(client, batch, "in_progress")
-        await asyncio.sleep(0.3)
+        await until(lambda: len(engine.bodies) > 40)
     executed = len(engine.bodies)
     async with serving(config) as (cluster, url):
         client = client_of(url)
