@@ -2,10 +2,15 @@
 
 by_model     : settings with a value for all models or for single models
 deadlines    : default deadlines of requests
-dispatch     : the settings of dispatching by latency and energy, and the solvers that make plans from these settings
-jobs         : the settings of batch jobs
+dispatch     : the section [dispatch], and the solvers that make plans from these settings
+engines      : the section [engines]: the engines that run the requests
+jobs         : the section [jobs]: batch jobs
+limits       : the section [limits]: limits of requests and keys
+live         : the section [live]: health probes of engines, and limits for slow clients
 load         : settings from flags, which win over the environment, a TOML file and defaults, in this order
-policies     : creates a scheduler from a configuration
+policies     : the section [scheduling], and the scheduler that the section describes
 policy_names : releases and orders by name; MODULE:FUNCTION names a custom order
-tree         : the settings of `llmserve serve`
+prediction   : the section [prediction]: what predicts the lengths of answers
+server       : the section [server]: where the server listens, and for which clients
+tree         : all sections together, which other rooms import from here
 """

@@ -1,4 +1,4 @@
-"""The settings of dispatching by latency and energy, and the solvers that make plans from these settings."""
+"""The section [dispatch], and the solvers that make plans from these settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of batch jobs."""
+"""The section [jobs]: batch jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Creates a scheduler from a configuration. Only this module and policy_names.py know the policies by name."""
+"""The section [scheduling], and the scheduler that the section describes.
+
+Only this module and policy_names.py know the policies by name.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,185 @@
+"""The section [engines]: the engines that run the requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.errors import ConfigError
+
+WORKER = re.compile(r"[\w.-]+", re.ASCII)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that run the requests"""
+
+    engine: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="URL of an OpenAI-compatible server, `vllm` (llmserve starts one for each GPU) or `embedded` "
+            "(a small model on the CPU); repeat for several. Engines with the same WORKER before their URLs share a "
+            "GPU: with --barrier only one of them runs a batch at a time (default: embedded)",
+            extra={"metavar": "[WORKER=]URL"},
+        ),
+    ] = ()
+    model: Annotated[
+        str | None,
+        Meta(
+            description="embedded (default: the demo model), vllm: model folder or hub id; URLs: serve only this model"
+        ),
+    ] = None
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="vLLM servers that llmserve starts (default: as many as the GPUs allow, or 1)"),
+    ] = None
+    slots: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
+    ] = None
+    look_ahead: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="requests sent to a refill engine beyond its slots, to hide the network delay (default: 2; "
+            "8 if the engine goes by priority)"
+        ),
+    ] = None
+    engine_priority: Annotated[
+        bool,
+        Meta(
+            description="URL engines start waiting requests by the field `priority` (vLLM with --scheduling-policy "
+            "priority): each request carries its turn, so that the engine keeps the order. vLLM that llmserve starts "
+            "does so unless its arguments say otherwise"
+        ),
+    ] = False
+    engines_are_groups: Annotated[
+        bool,
+        Meta(
+            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key: this "
+            "server is a door. It checks keys and limits, and tells the group's server who asks"
+        ),
+    ] = False
+    barrier: Annotated[
+        bool, Meta(description="URL and vllm engines run each batch to its end (static batching), without refill")
+    ] = False
+    alias: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="another name of a model; repeat for several names, and to give a name several models: the "
+            "first whose engine is up gets the request. A name may be a model's own, to give it fallbacks",
+            extra={"metavar": "NAME=MODEL"},
+        ),
+    ] = ()
+    engine_args: Annotated[
+        tuple[str, ...],
+        Meta(description="arguments for vLLM; on the command line: all words after `--`", extra={"flag": False}),
+    ] = ()
+    engine_python: Annotated[
+        str | None, Meta(description="Python interpreter of vLLM's environment (default: the one of llmserve)")
+    ] = None
+    engine_log_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder for the logs of vLLM started by llmserve, vllm-0.log, ... (default: $XDG_STATE_HOME/"
+            "llmserve/PORT, or ~/.local/state/llmserve/PORT)"
+        ),
+    ] = None
+    engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
+        None
+    )
+    plan: Annotated[
+        str | None,
+        Meta(
+            description="file of `llmserve plan`: groups of workers, with their models and streams. With --group, this "
+            "is the server of one of them. With --engines-are-groups, this is their door, and the engine NAME=URL is "
+            "the server of the group NAME. `llmserve up` starts them all"
+        ),
+    ] = None
+    group: Annotated[
+        str | None,
+        Meta(
+            description="serve only one group of --plan: its models, on its workers in the plan, or else on the "
+            "workers of no group; `fallback` is the group of all models and workers that the plan does not name"
+        ),
+    ] = None
+    engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
+    engine_idle_s: Annotated[
+        float, Meta(gt=0, description="longest silence of an engine inside a stream; comments and pings are silence")
+    ] = 600.0
+    engine_answer_s: Annotated[
+        float, Meta(gt=0, description="longest time of an answer, from the request to the last byte")
+    ] = 3600.0
+    engine_answer_bytes_max: Annotated[
+        int, Meta(ge=1, description="largest answer that is not streamed, bytes: it is in memory until it is complete")
+    ] = 64 << 20
+    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine's process")] = 600.0
+
+    @property
+    def has_vllm(self) -> bool:
+        return "vllm" in self.engine
+
+    @property
+    def has_embedded(self) -> bool:
+        return not self.engine or "embedded" in self.engine
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(url for _, url in self.placed_urls)
+
+    @property
+    def placed_urls(self) -> tuple[tuple[str, str], ...]:
+        """(worker, URL) of each engine by URL; worker "": the engine shares its GPU or CPU with no other engine."""
+        return tuple(_placed(entry) for entry in self.engine if entry not in ("vllm", "embedded"))
+
+    def check(self) -> None:
+        """Raise ConfigError on settings that contradict each other."""
+        for worker, url in self.placed_urls:
+            if url in ("", "vllm", "embedded"):
+                raise ConfigError(f"engine: only a URL can have a worker, not {worker}={url}")
+            if worker == "embedded" and self.has_embedded and not self.barrier:
+                raise ConfigError(
+                    "engine: the worker `embedded` runs each batch to its end, but the slots of a URL refill, so they "
+                    "cannot share a worker. Give --barrier, or another name for the worker"
+                )
+        if len(set(self.engine)) < len(self.engine):
+            raise ConfigError("engine: the same server is given twice")
+        if self.has_vllm and self.model is None:
+            raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        if self.engines_are_groups and (self.barrier or len(self.urls) < len(self.engine or ("embedded",))):
+            raise ConfigError("engines_are_groups: only URLs can be groups, without --barrier")
+        for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
+            if getattr(self, name) and not self.has_vllm:
+                raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")
+        aliases_of(self.alias)
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        if self.group is not None and self.plan is None:
+            raise ConfigError("group has no effect without --plan")
+        if self.plan is not None and (self.group is None) != self.engines_are_groups:
+            raise ConfigError(
+                "plan: a server has one group. Give --group (or --engines-are-groups, to a door), or start all groups "
+                "with `llmserve up CLUSTER.toml --plan PLAN.json`"
+            )
+
+
+def _placed(entry: str) -> tuple[str, str]:
+    """Split WORKER=URL. A worker's name cannot contain `:` or `/`, so a `=` inside a URL is no separator."""
+    worker, separator, url = entry.partition("=")
+    return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
+
+
+def aliases_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The models behind each name, in the order given. Raises ConfigError."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, model = text.partition("=")
+        if not name or not model:
+            raise ConfigError(f"alias: {text!r} is not NAME=MODEL")
+        if model in aliases.get(name, ()):
+            raise ConfigError(f"alias: {text!r} is given twice")
+        aliases[name] = (*aliases.get(name, ()), model)
+    return aliases
