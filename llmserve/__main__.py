@@ -24,7 +24,6 @@ COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
     "simulate": "run the same scheduler under a virtual clock",
     "tune": "replay a server's journal under other orders, and name the best",
     "solve": "compute when a bin should wait, and when to release a batch",
-    "advise": "recommend a number of length bins, with edges and gain",
     "plan": "choose which models share which GPUs, for the largest bursts",
     "profile": "measure the duration and energy of an engine's batches",
     "train": "train a predictor of answer lengths",

@@ -65,7 +65,6 @@ UPWARD: tuple[tuple[str, str], ...] = (("llmserve.web.admin", "llmserve.machines
 
 CIRCLES: tuple[tuple[str, ...], ...] = (
     ("bins.smdp", "bins.smdp_model", "bins.visits"),
-    ("llmserve.commands.advise", "llmserve.commands.advise_report"),
     ("llmserve.commands.solve", "llmserve.commands.solve_report"),
 )
 """Modules that import each other, directly or by way of others."""

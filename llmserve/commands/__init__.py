@@ -1,7 +1,5 @@
 """The commands: one module each, with `add_arguments` and `main`; llmserve/__main__.py imports the chosen one.
 
-advise        : recommend a number of length bins, with their edges, gain and waiting time
-advise_report : prints and draws the result of `llmserve advise`
 asking        : asks a running server for commands that look at it from outside
 batch         : run a file of requests on an engine, without a server; or list, show and cancel batches
 bench         : measure the throughput gain of bins on a real engine

@@ -334,5 +334,5 @@ def test_other_commands_load_no_server() -> None:
         "llmserve.settings.tree",
         "aiohttp",
     ]
-    assert loaded([f"llmserve.commands.{command}" for command in ("solve", "advise", "plan", "simulate")], server) == []
+    assert loaded([f"llmserve.commands.{command}" for command in ("solve", "plan", "simulate")], server) == []
     assert loaded(["llmserve.commands.serve"], server) == ["llmserve.settings.tree"], "a loaded module must be found"

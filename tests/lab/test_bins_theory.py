@@ -1,17 +1,18 @@
-"""`llmserve advise`: its recommendation, and that its numbers agree with the theory."""
+"""The theory of bins as a script: its recommendation, and that its numbers agree with the theory."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from missing_modules import without
+from questions.bins.theory import BinsRow, Question, advise, main, recommend
 
 from bins.capacity import batch_time, throughput_max
 from bins.edges import index_of, optimal_edges
-from llmserve.__main__ import main
-from llmserve.commands.advise import BinsRow, Question, advise, recommend
+from llmserve import __main__ as command
+from llmserve.errors import ConfigError
 
 UNIFORM = "--lengths uniform:1,20 --batch-size 128 --step-s 1"
 LOGNORMAL = "--lengths lognormal:5.2,0.8 --batch-size 8 --step-s 0.01"
@@ -26,7 +27,7 @@ def lengths_file(tmp_path: Path) -> Path:
 
 
 def advice(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
-    assert main(["advise", *flags.split(), "--json"]) == 0
+    assert main([*flags.split(), "--json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
 
@@ -128,7 +129,7 @@ def test_three_lengths_reach_no_more_than_the_limit_without_padding_and_cause_a_
         answer = advice(capsys, f"--lengths {path} --arrival-rate 4 --batch-size 1 --seed {seed}")
         throughputs = [row["throughput_per_s"] for row in answer["rows"]]
         assert throughputs == pytest.approx([answer["throughput_per_s_max"]] * 3)
-    assert main(["advise", "--lengths", str(path), "--arrival-rate", "4"]) == 0
+    assert main(["--lengths", str(path), "--arrival-rate", "4"]) == 0
     assert "With 3 lengths the figures are rough" in capsys.readouterr().out
 
 
@@ -192,7 +193,7 @@ def test_at_low_load_one_bin_is_recommended_and_at_a_higher_one_more(capsys: pyt
 
 
 def test_the_table_fits_a_terminal_and_gives_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", *LOGNORMAL.split(), "--arrival-rate", "4", "--bins-max", "9"]) == 0
+    assert main([*LOGNORMAL.split(), "--arrival-rate", "4", "--bins-max", "9"]) == 0
     output = capsys.readouterr().out
     table = [line for line in output.splitlines() if line.startswith("│")]
     assert [int(line.split("│")[1]) for line in table] == [1, 2, 3, 4, 5, 6, 8, 9]
@@ -207,10 +208,10 @@ def test_the_suggested_command_runs_and_reaches_the_reported_throughput(
     capsys: pytest.CaptureFixture[str], lengths_file: Path
 ) -> None:
     flags = ["--lengths", str(lengths_file), "--arrival-rate", "10", "--bins-max", "4"]
-    assert main(["advise", *flags]) == 0
+    assert main([*flags]) == 0
     trial = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("To try it: "))
     words = trial.removeprefix("To try it: llmserve ").split()
-    assert main([*words, "--requests", "4000", "--json"]) == 0
+    assert command.main([*words, "--requests", "4000", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["throughput_per_s"]
     promised = advice(capsys, " ".join(flags))["rows"][3]["throughput_per_s"]
     assert measured == pytest.approx(promised, rel=0.03)
@@ -220,10 +221,10 @@ def test_the_command_for_windows_runs_and_reaches_at_least_the_reported_throughp
     capsys: pytest.CaptureFixture[str], lengths_file: Path
 ) -> None:
     flags = ["--lengths", str(lengths_file), "--arrival-rate", "10", "--bins-max", "2"]
-    assert main(["advise", *flags]) == 0
+    assert main([*flags]) == 0
     note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("--release window"))
     words = note.partition("To try it: llmserve ")[2].split()
-    assert main([*words, "--requests", "4000", "--json"]) == 0
+    assert command.main([*words, "--requests", "4000", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["throughput_per_s"]
     assert 0.97 < measured / advice(capsys, " ".join(flags))["window_throughput_per_s"] < 1.06
 
@@ -231,9 +232,7 @@ def test_the_command_for_windows_runs_and_reaches_at_least_the_reported_throughp
 def test_a_figure_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for bins_max in (1, 6):
         path = tmp_path / f"{bins_max}.png"
-        assert (
-            main(["advise", *LOGNORMAL.split(), *f"--arrival-rate 1 --bins-max {bins_max} --plot {path}".split()]) == 0
-        )
+        assert main([*LOGNORMAL.split(), *f"--arrival-rate 1 --bins-max {bins_max} --plot {path}".split()]) == 0
         assert path.read_bytes().startswith(b"\x89PNG")
     assert "Recommended" in capsys.readouterr().out
 
@@ -257,32 +256,16 @@ def test_a_figure_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
             "--lengths uniform:1,20 --arrival-rate 4 --batch-size 64 --profile p4-googlenet",
             "covers up to 32 sequences, not 64",
         ),
-        ("--lengths uniform:1,20 --arrival-rate 4 --bins 3", "unknown argument --bins"),
         ("--lengths uniform:1,20 --arrival-rate 4 --plot a.nothing", "--plot: cannot draw a.nothing"),
     ],
 )
-def test_an_invalid_question_is_status_2_and_one_line(
-    capsys: pytest.CaptureFixture[str], flags: str, message: str
-) -> None:
-    assert main(["advise", *flags.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
+def test_an_invalid_question_is_an_error_that_says_what_is_wrong(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main(flags.split())
 
 
-def test_one_length_is_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_length_is_too_few(tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text("12\n")
-    assert main(["advise", "--lengths", str(path), "--arrival-rate", "4"]) == 2
-    assert "at least two are required" in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_plot_is_refused_before_anything_is_computed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    without(monkeypatch, "matplotlib")
-    plot = str(tmp_path / "a.png")
-    assert main(["advise", *UNIFORM.split(), "--arrival-rate", "4", "--bins-max", "2", "--plot", plot]) == 2
-    output = capsys.readouterr()
-    assert output.err == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
-    assert output.out == ""
+    with pytest.raises(ConfigError, match="at least two are required"):
+        main(["--lengths", str(path), "--arrival-rate", "4"])
