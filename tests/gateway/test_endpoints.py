@@ -269,7 +269,8 @@ async def test_an_endpoint_that_no_engine_has_is_404_and_names_those_there_are(s
         async with front.post("/v1/embeddings", input="a") as response:
             status, told = response.status, (await response.json())["error"]
         async with front.session.get(f"{front.url}/openapi.json") as response:
-            listed = list((await response.json())["paths"])
+            paths = (await response.json())["paths"]
+            listed = [path for path, methods in paths.items() if "engines" in methods.get("post", {}).get("tags", ())]
         assert await read(front, "/v1/messages", ANSWERS["/v1/messages"]) == 404
         assert await read(front, "/tokenize", PROMPTS["/tokenize"]) == 200
     assert (status, told["code"]) == (404, "endpoint_not_found")
