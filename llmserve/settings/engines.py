@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,7 @@ from msgspec import Meta
 from llmserve.errors import ConfigError
 
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
+REPLANNING = "`llmserve up CLUSTER.toml` plans groups again, with [planning] in its file"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "workers of no group; `fallback` is the group of all models and workers that the plan does not name"
         ),
     ] = None
+    removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("plan_instance", "replan_every_s"), REPLANNING)
+
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
     engine_idle_s: Annotated[
         float, Meta(gt=0, description="longest silence of an engine inside a stream; comments and pings are silence")

@@ -3,7 +3,8 @@
 A tree of frozen structs defines the settings, with a section for each table of the file. Each field of a section is a
 flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the table (`[scheduling] batch_size`). Field
 names are unique across sections. An unknown key is an error that names the nearest known key. Each field has its type,
-range and help text. This module imports nothing of the server.
+range and help text. A section names in `removed` settings that it had, with what to use instead. This module imports
+nothing of the server.
 """
 
 from __future__ import annotations
@@ -64,6 +65,19 @@ def add_flags(
                 whole = action.help or ""
                 action.whole_help = whole  # type: ignore[attr-defined]
                 action.help = _first_sentence(whole) if field.name in common else argparse.SUPPRESS
+    for name, instead in _removed(struct).items():
+        group.add_argument(flag_of(name), nargs="?", action=_Removed, const=instead, help=argparse.SUPPRESS)
+
+
+class _Removed(argparse.Action):
+    """Says what to use instead of the flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} was removed: {self.const}")
+
+
+def _removed(struct: type[msgspec.Struct]) -> Mapping[str, str]:
+    return getattr(struct, "removed", {})
 
 
 class HelpAll(argparse.Action):
@@ -129,11 +143,12 @@ def load(
     """
     structs = sections(tree)
     section_of = {field: name for name, struct in structs.items() for field in struct.__struct_fields__}
+    removed = {name: instead for struct in structs.values() for name, instead in _removed(struct).items()}
     values: dict[str, dict[str, Any]] = {name: {} for name in structs}
     origin: dict[str, str] = {}
     for source, pairs in (
         (file or "", _file_values(structs, file) if file else []),
-        ("the environment", _environment_values(environment, section_of)),
+        ("the environment", _environment_values(environment, section_of, removed)),
         ("the command line", [(section_of[name], name, value) for name, value in flags.items()]),
     ):
         for section, name, value in pairs:
@@ -223,7 +238,9 @@ def _is_tuple(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(_is_tuple(part) for part in get_args(kind))
 
 
-def _environment_values(environment: Mapping[str, str], section_of: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _environment_values(
+    environment: Mapping[str, str], section_of: Mapping[str, str], removed: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
     values = []
     for variable in sorted(environment):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == f"{ENVIRONMENT_PREFIX}CONFIG":
@@ -231,6 +248,8 @@ def _environment_values(environment: Mapping[str, str], section_of: Mapping[str,
         if _is_of_service(variable, environment[variable]):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name in removed:
+            raise ConfigError(f"{variable} was removed: {removed[name]}")
         if name not in section_of:
             variables = [ENVIRONMENT_PREFIX + field.upper() for field in section_of]
             raise ConfigError(f"the environment has an unknown variable {variable}{nearest(variable, variables)}")
@@ -266,6 +285,8 @@ def _file_values(structs: Sections, file: str) -> list[tuple[str, str, Any]]:
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: {section} must be a table, [{section}]")
         for name, value in table.items():
+            if (instead := _removed(structs[section]).get(name)) is not None:
+                raise ConfigError(f"{file}: {name} was removed: {instead}")
             if name not in structs[section].__struct_fields__:
                 fields = structs[section].__struct_fields__
                 raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmserve import planning as herd
-from llmserve.machines.replanning import Replanning
+from llmserve.machines.replanning import GroupRates, Replanning
 from llmserve.planning import Instance, Model, Plan, Stream
 
 EVERY_S = 10.0
@@ -56,3 +56,32 @@ async def test_rates_as_planned_change_nothing(instance: Instance) -> None:
 
 async def test_rates_that_no_plan_can_serve_leave_the_groups_as_they_are(instance: Instance) -> None:
     assert await planned(Replanning(instance, EVERY_S), herd.plan(instance), {"m": 9_000.0, "n": 9_000.0}) is None
+
+
+def test_random_fluctuations_ask_for_no_plan() -> None:
+    rates = GroupRates(1.0, (("s", "m", 4.0),))
+    for window, count in enumerate([4, 8, 1, 7, 2, 6, 9], start=1):
+        for _ in range(count):
+            rates.observe("s", "m")
+        assert rates.end_window(float(window)) is None
+    for _ in range(40):
+        rates.observe("s", "m")
+    assert rates.end_window(8.0) == (("s", "m", 40.0),)
+
+
+def test_rates_that_a_plan_was_asked_for_ask_for_none_again() -> None:
+    rates = GroupRates(10.0, (("", "m", 3.0), ("", "n", 3.0)))
+    for end_s, wanted in ((10.0, (("", "m", 6.0),)), (20.0, None)):
+        for _ in range(60):
+            rates.observe("", "m")
+        assert rates.end_window(end_s) == wanted
+    assert rates.end_window(30.0) is None, "a window without arrivals asks for nothing"
+
+
+def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmserve.machines.replanning.STREAMS_MAX", 2)
+    rates = GroupRates(1.0)
+    for stream in ("a", "b", "c", "d"):
+        for _ in range(20):
+            rates.observe(stream, "m")
+    assert rates.end_window(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))

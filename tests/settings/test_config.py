@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from configured import load_config
 
+from llmserve import __main__ as command
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
 from llmserve.settings.dispatch import DispatchConfig
@@ -45,6 +46,10 @@ def test_several_engines_come_from_repeated_flags_a_toml_list_or_commas(tmp_path
         ("[schedulling]\nbins = 2\n", r"unknown table \[schedulling\]; did you mean scheduling\?"),
         ("bins = 2\n", r"unknown table \[bins\]"),
         ("[scheduling\n", "cannot read the configuration"),
+        (
+            "[engines]\nreplan_every_s = 60\n",
+            "replan_every_s was removed: `llmserve up CLUSTER.toml` plans groups again",
+        ),
         ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 'many'"),
         ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 0"),
         ('[scheduling]\nrelease = "soon"\n', r"release .*not 'soon'"),
@@ -55,6 +60,16 @@ def test_a_wrong_file_is_an_error_that_names_key_and_file(tmp_path: Path, text: 
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config({}, {}, str(file))
+
+
+def test_a_setting_that_was_removed_is_an_error_that_says_what_to_use_instead(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ConfigError, match="LLMSERVE_REPLAN_EVERY_S was removed: `llmserve up CLUSTER"):
+        load_config({}, {"LLMSERVE_REPLAN_EVERY_S": "60"}, None)
+    with pytest.raises(SystemExit):
+        command.main(["serve", "--plan", "plan.json", "--replan-every-s", "60"])
+    assert "--replan-every-s was removed: `llmserve up CLUSTER.toml` plans groups again" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_an_error() -> None:
