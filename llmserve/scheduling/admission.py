@@ -1,4 +1,4 @@
-"""Which requests may wait, and what their arrival teaches: the reserve that lines of jobs leave free for them."""
+"""Which requests may wait; and the slots that batch items leave free for online requests, learnt from arrivals."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llmserve.scheduling.reserve import Reserve
 
 
 class Admission:
-    """Lets requests wait in the queues, or says why not.
+    """The entrance to the queues.
 
     awaits    whether an engine that is down, and may serve the model, is expected
-    limits    lines of jobs have a limit of their own, as large as that of online requests
+    limits    batch items have a limit of their own, as large as the limit of online requests
     reserves  by the shares that compete for the engines
     """
 
@@ -69,19 +69,19 @@ class Admission:
             self._book.touch()
 
     def held(self, queues: ModelQueues) -> tuple[int, int]:
-        """Slots of the model's engines that online requests want, and those that lines hold.
+        """Slots of the model's engines that online requests want, and slots that batch items hold.
 
         A barrier engine gives all its slots to one batch.
         """
         if queues.engines and queues.engines[0].info.barrier:
             running = [[run.queued.request.background for run in e.running.values()] for e in queues.engines]
-            lines = sum([all(of_lines) for of_lines in running if of_lines])
-            online = sum([not all(of_lines) for of_lines in running if of_lines])
-            return online * queues.slots, lines * queues.slots
+            items = sum([all(of_items) for of_items in running if of_items])
+            online = sum([not all(of_items) for of_items in running if of_items])
+            return online * queues.slots, items * queues.slots
         fair = queues.fair
         members = (queues,) if len(self._group.queues) == 1 else self._group.queues.values()
-        lines = sum([member.items.running for member in members if member.fair is fair])
-        return sum([member.present for member in members if member.fair is fair]) - lines, lines
+        items = sum([member.items.running for member in members if member.fair is fair])
+        return sum([member.present for member in members if member.fair is fair]) - items, items
 
     def _learn(self, queues: ModelQueues) -> None:
         """Learn the reserve from an online request that waits from now on."""

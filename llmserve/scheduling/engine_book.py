@@ -1,8 +1,8 @@
-"""Engines that come, close, are lost or are expected, and what that means for requests.
+"""Engines that come, close, are lost or are expected, and the consequences for requests.
 
-no engine of the model is up    a request waits if one is expected (started, restarted, lost), else it is refused
-the models of it are not known  it may serve any: requests wait by the name of their model
-its models become known         requests of models that no engine lists, and none may list yet, are refused
+no engine of the model is up       a request waits if an engine is expected (started, restarted, lost), else is refused
+an engine's models are not known   the engine may serve any: requests wait by the name of their model
+the models become known            requests of models that no engine lists, and none may list yet, are refused
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineBook:
         return bool(able) and len(self._group.without_engine) < UNLISTED_MODELS_MAX
 
     def expect(self, info: EngineInfo) -> None:
-        """Record that an engine will be ready, for the first time or again. Has no effect on one that is."""
+        """Record that an engine will be ready, for the first time or again. Has no effect on a ready engine."""
         state = self._engines.get(info.name)
         if state is None:
             state = self._new(msgspec.structs.replace(info, models=()))
@@ -63,7 +63,7 @@ class EngineBook:
         state.expected = not state.ready
 
     def ready(self, info: EngineInfo) -> None:
-        """Record that an engine takes requests, or that its description has changed."""
+        """Record that an engine takes requests, or has another description."""
         group, state = self._group, self._engines.get(info.name)
         if state is None:
             state = self._new(info)
@@ -86,7 +86,7 @@ class EngineBook:
             self._fail_unlisted()
 
     def _fail_unlisted(self) -> None:
-        """Fail requests of models that no engine lists, now that the models of one more engine are known."""
+        """Fail requests of models that no engine lists, after the models of a further engine have become known."""
         for queues in list(self._group.without_engine):
             if not any(engine.serves(queues.model) for engine in self._engines.values()):
                 for queued in queues.all_waiting():
@@ -147,4 +147,4 @@ class EngineBook:
         self._book.invalidate()
         for queues in self._group.refresh_engines(self._book.now_s):
             for queued in queues.all_waiting():
-                self._book.helpless.watch(queued, self._book.now_s)
+                self._book.engine_waits.watch(queued, self._book.now_s)

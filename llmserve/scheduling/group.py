@@ -113,7 +113,7 @@ class Group:
             queues = self.queues.get(model)
             if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
                 del self.queues[model]
-                self.tally.held_back.pop(model, None)
+                self.tally.deferred.pop(model, None)
         self.planned = [queues for queues in self.planned if queues.model in self.queues]
         self.timed = [queues for queues in self.timed if queues.model in self.queues]
         self.without_engine = [queues for queues in self.without_engine if queues.model in self.queues]
@@ -166,18 +166,18 @@ class Forming:
         """Form all batches that the release allows although no engine may be free."""
         early = self.batch_size == 1 or not queues.fair.contended
         if not early:
-            queues.tally.held_back[queues.model] = queues
+            queues.tally.deferred[queues.model] = queues
         while (size := self.size(queues, queue, now_s, None)) and (early or size == 1):
             self.push(queues, queue, size, now_s)
 
-    def form_held_back(self, group: Group, now_s: float) -> bool:
+    def form_deferred(self, group: Group, now_s: float) -> bool:
         """Form the batches that did not form early while several shares waited, where only one waits now. True if some
         may have formed.
         """
         tally = group.tally
-        alone = [q for q in tally.queues.values() if q.model in tally.held_back and self.forms_early(q)]
+        alone = [q for q in tally.queues.values() if q.model in tally.deferred and self.forms_early(q)]
         for queues in alone:
-            del tally.held_back[queues.model]
+            del tally.deferred[queues.model]
             self.form_all_early(queues, now_s)
         return bool(alone)
 

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """queue_requests_max  requests that may wait; further requests are refused with `queue_full`
-    retries_max         how often a request may run again after its engine failed before the first byte
+    """The limits of the scheduler.
+
+    queue_requests_max  requests that may wait; further requests are refused with `queue_full`
+    retries_max         how often a request may run again after an engine failed before the first byte
     engine_wait_s       how long a request waits for a working engine before it fails with `no_engine`
-    item_stops          share of online requests for which an item of a batch job may be stopped that has begun
+    item_stops          fraction of online requests that may stop a running batch item
     """
 
     queue_requests_max: int = 100_000

@@ -17,7 +17,7 @@ from llmserve.scheduling.messages import Action, FailReason, FailRequest, Report
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 
-REFUSALS_MAX = 8  # engines that are asked for one request, so that a fleet that refuses all is not asked by each of all
+REFUSALS_MAX = 8  # engines asked for one request: where a large fleet refuses all, each request asks a few only
 
 
 class RequestBook:
@@ -25,9 +25,9 @@ class RequestBook:
 
     by_id      all requests that wait or run
     deadlines  of the waiting requests
-    helpless   until when the requests wait that no working engine can serve
-    touched    whether the group is settled before the step ends
-    now_s, actions  time of the step in progress, and the actions decided in it
+    engine_waits  ends of the waits for a working engine
+    touched    whether a dispatch must follow before the step ends
+    now_s, actions  time of the step in progress, and the actions decided so far
 
     forming      how bins release batches; order : which batch runs next; times : how long batches take
     """
@@ -36,7 +36,7 @@ class RequestBook:
         self.by_id: dict[int, QueuedRequest] = {}
         self.touched = False
         self.deadlines = Deadlines(self._late_at_s)
-        self.helpless = Deadlines(self._gives_up_at_s)
+        self.engine_waits = Deadlines(self._gives_up_at_s)
         self._limits = limits
         self._group = group
         self._forming = forming
@@ -59,23 +59,23 @@ class RequestBook:
         return self._times.late_at_s(queued, queues.engines, queues.binning.tokens(queued.bin).least, now_s)
 
     def _gives_up_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
-        """When the request has waited long enough for a working engine; None: it has one."""
+        """When the request has waited long enough for a working engine; None: an engine works."""
         since_s = self.queues_of(queued).no_engine_since_s
         return None if since_s is None else max(since_s, queued.arrived_at_s) + self._limits.engine_wait_s
 
     def next_late_at_s(self) -> float | None:
         """Earliest time at which a waiting request may fail; None: none can."""
-        if self.helpless.next_at_s is None:
+        if self.engine_waits.next_at_s is None:
             return self.deadlines.next_at_s
         if not any(queues.waiting for queues in self._group.without_engine):
-            self.helpless.clear()
-        times_s = (self.deadlines.next_at_s, self.helpless.next_at_s)
+            self.engine_waits.clear()
+        times_s = (self.deadlines.next_at_s, self.engine_waits.next_at_s)
         return min([at_s for at_s in times_s if at_s is not None], default=None)
 
     def watch(self, queued: QueuedRequest) -> None:
         """Watch the deadline of a request that waits, and its wait for a working engine."""
         self.deadlines.watch(queued, self.now_s)
-        self.helpless.watch(queued, self.now_s)
+        self.engine_waits.watch(queued, self.now_s)
 
     def invalidate(self) -> None:
         """Drop cached batch times. Call after engines have come, gone, or changed their models or speed."""
@@ -83,7 +83,7 @@ class RequestBook:
             self._times.invalidate()
 
     def touch(self) -> None:
-        """Have the group settled before the step ends."""
+        """Have a dispatch follow before the step ends."""
         self.touched = True
 
     def queues_of(self, queued: QueuedRequest) -> ModelQueues:
@@ -132,9 +132,9 @@ class RequestBook:
             self.queues_of(queued).leave(queued)
             self.fail(queued, "deadline_exceeded")
 
-    def fail_helpless(self) -> None:
+    def fail_without_engine(self) -> None:
         """Fail waiting requests that have waited for a working engine for long enough."""
-        for queued in self.helpless.late(self.by_id, self.now_s):
+        for queued in self.engine_waits.late(self.by_id, self.now_s):
             self.touch()
             self.queues_of(queued).leave(queued)
             self.fail(queued, "no_engine")
@@ -162,7 +162,7 @@ class RequestBook:
         if was_proven or queues is None or self._times is None:
             return
         if all(self.now_s < other.proven_until_s(model) for other in queues.engines):
-            for queued in queues.all_waiting():  # the new pace moves the times at which they become late
+            for queued in queues.all_waiting():  # the new pace changes when the requests become late
                 self.deadlines.watch(queued, self.now_s)
 
     def run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
@@ -179,8 +179,8 @@ class RequestBook:
         self._wait_for_another(again, first, avoid)
 
     def run_elsewhere(self, run: Run) -> None:
-        """Put a request that its engine has refused back among the formed batches; fail it when every engine that
-        works has refused it, or REFUSALS_MAX have.
+        """Put a refused request back among the formed batches; fail it when every working engine, or REFUSALS_MAX
+        engines, have refused it.
         """
         queued = run.queued
         self.count_as_online(queued)
@@ -200,13 +200,13 @@ class RequestBook:
         longest = max([queued.bin for queued in again])  # a batch may also hold requests of shorter bins
         batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
         for queued in again:
-            self.watch(queued)  # its times may have been dropped while the request ran
+            self.watch(queued)  # the entries may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
 
     def wait_again(self, queued: QueuedRequest) -> None:
         """Put a preempted request back into its bin, or fail the request if it is late.
 
-        The request preempts nothing in its turn, for that could go on without end.
+        The request itself preempts nothing, for that could go on without end.
         """
         queues = self.queues_of(queued)
         self.count_as_online(queued)
@@ -220,14 +220,14 @@ class RequestBook:
         self.watch(queued)
 
     def count_as_online(self, queued: QueuedRequest) -> None:
-        """Let a line of a job that ran in vain wait as all others do, for it has begun once."""
+        """Let a batch item that ran in vain wait as an online request, for it has begun once."""
         if queued.request.background:
             self.queues_of(queued).count_items(-1)
             queued.request, queued.charged = msgspec.structs.replace(queued.request, background=False), 0.0
             self.actions.append(ReportDue(queued.request.id))
 
     def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
-        """Change the forecasts of waiting requests, by id. They preempt nothing, for that could go on without end."""
+        """Change the forecasts of waiting requests, by id. They preempt nothing, which could go on without end."""
         waiting: dict[ModelQueues, list[tuple[QueuedRequest, Request]]] = {}
         for request_id, change in changes.items():
             if (queued := self.by_id.get(request_id)) is not None and queued.run is None:

@@ -50,7 +50,7 @@ from llmserve.scheduling.request_book import RequestBook
 
 
 class Scheduler:
-    """See the module. All times are seconds on the caller's clock, which must never run backwards.
+    """The state machine. All times are seconds on the caller's clock, which must never run backwards.
 
     wake_at_s  latest time for the next TimerFired; None: no timer is needed before the next event
     preempts   whether the order preempts, so that AnswerBegan events are needed
@@ -119,7 +119,7 @@ class Scheduler:
         return self.group.queues_of(model, self._now_s)
 
     def has(self, request_id: int) -> bool:
-        """Whether the request waits or runs, as a line of a job or online."""
+        """Whether the request waits or runs, as a batch item or online."""
         return request_id in self.requests or request_id in self.batch_lane.waiting
 
     # ---- entry point ------------------------------------------------------------------------------------------
@@ -131,10 +131,10 @@ class Scheduler:
         actions = self._actions = self._dispatch.actions = []
         self._book.begin(now_s, actions)
         self._handlers[type(event)](event)
-        self._settle()
+        self._reconcile()
         return actions
 
-    def _settle(self) -> None:
+    def _reconcile(self) -> None:
         """After every event: fail late requests, start batches, ask for new plans, and set `wake_at_s`."""
         if self.batch_lane.waiting:
             self.batch_lane.promote_due()
@@ -312,7 +312,7 @@ class Scheduler:
     def _on_timer_fired(self, event: TimerFired) -> None:
         if self.batch_lane.waiting:  # the group's own wake-up time, if it has come, is noticed in every step
             self._book.touch()
-        self._book.fail_helpless()
+        self._book.fail_without_engine()
 
     def _ask_for_plan(self, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:

@@ -25,7 +25,6 @@ from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
-from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.queues.window_queue import WindowQueue
@@ -377,12 +376,11 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
                 seen=lengths_seen,
             ),
             release=model_release,
-            formed=FormedQueue(order.batch_key),
+            order=order,
             plans=Plans(model_release, Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor))
             if isinstance(model_release, Planned) and lengths_seen is not None
             else None,
             queue=self._queue(order),
-            follows_load=order.follows_load,
             tally=tally,
         )
         if learnt.service is not None:

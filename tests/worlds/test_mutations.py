@@ -223,14 +223,14 @@ def the_last_formed_is_served_first(patch: Patch) -> None:
 
 
 def no_timer_is_set_for_a_missing_engine(patch: Patch) -> None:
-    settle = Scheduler._settle
+    reconcile = Scheduler._reconcile
 
     def sleep_on(self: Scheduler) -> None:
-        settle(self)
+        reconcile(self)
         if any(queues.waiting for queues in self.group.without_engine):
             self.wake_at_s = None
 
-    patch.setattr(Scheduler, "_settle", sleep_on)
+    patch.setattr(Scheduler, "_reconcile", sleep_on)
 
 
 def a_request_waits_for_an_engine_as_long_again(patch: Patch) -> None:

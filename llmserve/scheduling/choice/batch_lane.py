@@ -30,8 +30,14 @@ from llmserve.scheduling.choice.spare_choice import SpareChoice
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.messages import FailReason, PreemptBatch, ReportDue
-from llmserve.scheduling.queues.item_queue import ITEM_S_LEAST, ItemQueue, Row, forecast_tokens, most_tokens
 from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.preemptible_queue import (
+    ITEM_S_LEAST,
+    PreemptibleQueue,
+    Row,
+    forecast_tokens,
+    most_tokens,
+)
 from llmserve.scheduling.queues.waiting import QueuedRequest, Run
 from llmserve.scheduling.request_book import RequestBook
 
@@ -51,7 +57,7 @@ class BatchLane:
         self, group: Group, book: RequestBook, dispatch: Dispatch, admission: Admission, item_stops: float
     ) -> None:
         self._group, self._book, self._dispatch, self._admission = group, book, dispatch, admission
-        self._items = ItemQueue()
+        self._items = PreemptibleQueue()
         self.waiting: Mapping[int, object] = self._items.waiting
         self._stops = ItemStops(book) if item_stops else None
         self._look_at_s = math.inf  # when items may be due

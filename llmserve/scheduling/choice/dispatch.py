@@ -61,11 +61,11 @@ class Dispatch:
             for queues in group.planned:  # a new plan or an arrival in one bin may change the release of others
                 if queues.waiting:
                     self.forming.form_all_early(queues, now_s)
-            held_back = group.tally.held_back
-            if held_back:
-                self.forming.form_held_back(group, now_s)
+            deferred = group.tally.deferred
+            if deferred:
+                self.forming.form_deferred(group, now_s)
             choice = self._start_batches(group, now_s)
-            while held_back and self.forming.form_held_back(group, now_s):  # the starts have left one share that waits
+            while deferred and self.forming.form_deferred(group, now_s):  # the starts have left one share that waits
                 choice = self._start_batches(group, now_s)
             if choice is not None:
                 dues_s.append(choice.recheck_at_s)
@@ -147,5 +147,4 @@ class FixedDispatch(Dispatch):
             return
         self.order = order
         for queues in group.queues.values():
-            queues.follow_load(order.follows_load)
-            queues.sort_again(order.key, order.turn)
+            queues.reorder(order)

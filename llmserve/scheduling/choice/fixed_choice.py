@@ -202,9 +202,9 @@ class FixedChoice(Choice):
         """Form a batch of the most urgent bin whose release allows one. True if a batch was formed."""
         best: tuple[float, float] | None = None
         chosen: tuple[ModelQueues, BinQueue, int] | None = None
-        held_back = self._group.tally.held_back
+        deferred = self._group.tally.deferred
         for queues in startable:
-            may_form = queues.release.fills or queues.model in held_back  # else all that may form has formed early
+            may_form = queues.release.fills or queues.model in deferred  # else all that may form has formed early
             idle = self.idle(queues) if may_form else None
             if idle is None:
                 continue

@@ -14,8 +14,8 @@ from llmserve.scheduling.admission import Admission
 from llmserve.scheduling.choice.choice import Choice, Start
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.queues.item_queue import ItemQueue, Row, forecast_tokens
 from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.preemptible_queue import PreemptibleQueue, Row, forecast_tokens
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
 
 PASSED_MOST = 8  # items that a later one may pass because they do not fit an engine's memory
@@ -29,7 +29,9 @@ class SpareChoice(Choice):
     requests less than items that are due later. Of each model, the item whose window ends first is next.
     """
 
-    def __init__(self, group: Group, forming: Forming, now_s: float, *, items: ItemQueue, admission: Admission) -> None:
+    def __init__(
+        self, group: Group, forming: Forming, now_s: float, *, items: PreemptibleQueue, admission: Admission
+    ) -> None:
         super().__init__(group, forming, now_s)
         self._items, self._admission = items, admission
         self._alone = True  # whoever else waits does not want these engines

@@ -68,7 +68,7 @@ class Binning:
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
         self._tokens.answered()
-        request, score = queued.judged or (queued.request, queued.score)
+        request, score = queued.original or (queued.request, queued.score)
         changed = score is not None and self.trust.observe(request, score, output_tokens)
         if changed:
             self._tokens.forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Protocol
 
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import Batch, Request
@@ -21,16 +22,29 @@ from llmserve.scheduling.release import Plans, Release
 class Tally:
     """Waiting requests of all models, as ModelQueues count them. waiting : number.  queues : those not empty, by model
 
-    held_back : queues, by model, whose batches could not form early, because several shares waited (Forming)
+    deferred : queues, by model, whose batches could not form early, because several shares waited (Forming)
     items : items of batch jobs that run in slots left by online requests
     """
 
-    __slots__ = ("held_back", "items", "queues", "waiting")
+    __slots__ = ("deferred", "items", "queues", "waiting")
 
     def __init__(self) -> None:
         self.waiting = self.items = 0
         self.queues: dict[str, ModelQueues] = {}
-        self.held_back: dict[str, ModelQueues] = {}
+        self.deferred: dict[str, ModelQueues] = {}
+
+
+class Ordering(Protocol):
+    """What the queues need of an order: FixedOrder and MomentOrder (choice/orders.py)."""
+
+    @property
+    def follows_load(self) -> bool: ...
+
+    @property
+    def batch_key(self) -> Callable[[FormedBatch], float]: ...
+
+    @property
+    def turn(self) -> Callable[[QueuedRequest], float]: ...
 
 
 class ModelQueues:
@@ -39,7 +53,8 @@ class ModelQueues:
     model       its name
     release     decides when a bin releases a batch (scheduling/release.py)
     binning     which bin a request waits in
-    formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
+    formed      batches that wait for an engine
+    load        for orders that follow the load; None for others
     plans       asks for plans, and follows them; None unless the release does
     service     times of answers.  items : the same of batch items, which run in slots left by online requests
     dirty       whether sort keys are stale: callers must sort again before they ask which request is next
@@ -58,16 +73,15 @@ class ModelQueues:
         *,
         binning: Binning,
         release: Release,
-        formed: FormedQueue,
+        order: Ordering,
         plans: Plans | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
-        follows_load: bool = False,
         tally: Tally | None = None,
     ) -> None:
         self.model, self.tally = model, tally or Tally()
         self.binning, self.release, self.plans = binning, release, plans
         self.service, self.items = ServiceTime(), ItemService()
-        self.formed, self.load, self.dirty = formed, Load() if follows_load else None, False
+        self.formed, self.load, self.dirty = FormedQueue(order.batch_key), Load() if order.follows_load else None, False
         self.bins = [queue(index) for index in range(binning.edges.bins)]
         self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
@@ -144,20 +158,19 @@ class ModelQueues:
             queued.share.wait()
         self._count(len(requests), self._work_us(requests))
 
-    def follow_load(self, follows: bool) -> None:
-        """Learn the load from now on, or no longer."""
-        self.load = (self.load or Load(self._in_no_order())) if follows else None
+    def reorder(self, order: Ordering) -> None:
+        """Sort all waiting requests by another order."""
+        self.load = (self.load or Load(self._in_no_order())) if order.follows_load else None
+        self.sort_again(order)
 
-    def sort_again(
-        self, key: Callable[[FormedBatch], float] | None = None, turn: Callable[[QueuedRequest], float] | None = None
-    ) -> None:
-        """Sort all waiting requests, each within its bin and batch. key, turn : of another order (FixedOrder)"""
+    def sort_again(self, order: Ordering | None = None) -> None:
+        """Sort all waiting requests, each within its bin and batch. order : a new one"""
         self.dirty = False
         if self.load is not None:
             self.load.tell(self._in_no_order())
-        self.formed.sort_all(key)
+        self.formed.sort_all(order.batch_key if order is not None else None)
         for queue in self.bins:
-            queue.sort_all(turn)
+            queue.sort_all(order.turn if order is not None else None)
 
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.

@@ -33,7 +33,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
     bin              where the request waits or last waited; sort_length : its length in a window
-    judged           request and score at the arrival, by which predictions are judged; None: the present ones
+    original         request and score at the arrival, by which predictions are judged; None: the present ones
     retries, cancelled  how often an engine has failed, whether the client has gone
     failed_on        the first engine with a fault; "": none.  suspect : the request may be at fault (circuit.py)
     refused_by       names of the engines that have refused the request
@@ -53,7 +53,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s: float = 0.0
     decay_s: float = 0.0
     pace_s: float = 0.0
-    judged: tuple[Request, float | None] | None = None
+    original: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
     run: Run | None = None
     retries: int = 0
@@ -89,7 +89,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def revise(self, request: Request, score: float | None) -> None:
         """Take the request with a later forecast, and its score. Predictions are judged as at the arrival."""
-        self.judged = self.judged or (self.request, self.score)
+        self.original = self.original or (self.request, self.score)
         self.request, self.score = request, score
 
     # ---- its share ----

@@ -15,7 +15,7 @@ ITEM_S_LEAST = 1e-3  # an item's time counts as this at least
 Row = list[tuple[float, int, Request]]  # (end of the window, number of the arrival, item), ascending
 
 
-class ItemQueue:
+class PreemptibleQueue:
     """The waiting items.
 
     waiting  by id: (end of the window, number of the arrival, item)
