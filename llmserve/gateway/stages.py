@@ -213,7 +213,9 @@ def default_deadline(deadlines: DefaultDeadlines) -> Stage:
 
 def _share(draft: Draft, name: str) -> None:
     assert draft.account is not None, "a client's request has an account"
-    draft.share, draft.weight = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
+    share = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
+    if share != (draft.share, draft.weight):  # a journal leaves a default out only if the default itself is there
+        draft.share, draft.weight = share
 
 
 def share_of_key(draft: Draft) -> None:

@@ -23,6 +23,7 @@ from llmserve.gateway.stages import (
     own_stream,
     reading,
     refuse_streams,
+    share_of_all,
     share_of_stream,
 )
 from llmserve.request import Request, Terms
@@ -94,6 +95,13 @@ def test_a_share_is_of_whom_fair_by_names() -> None:
     draft = Draft(CHAT, account=account, stream_name="app", priority=1)
     share_of_stream(draft)
     assert (draft.share, draft.weight) == ("app//+1", 0.25)
+
+
+def test_the_weight_of_nobodys_share_stays_out_of_journals_and_headers() -> None:
+    draft = Draft(CHAT, account=KeyLimits(KeyFile()).acquire(""))
+    share_of_all(draft)
+    request = Request(1, share=draft.share, weight=draft.call().terms.weight)
+    assert b"weight" not in msgspec.json.encode(request) + msgspec.json.encode(draft.terms)
 
 
 def test_the_terms_that_a_gateway_forwards_arrive_as_they_were() -> None:
