@@ -58,31 +58,29 @@ class EngineBook:
         state = self._engines.get(info.name)
         if state is None:
             state = self._new(msgspec.structs.replace(info, models=()))
-            state.ready = state.known = False
             self._group.pool.join(state, self._book.now_s)
-        state.expected = not state.ready
+        state.expect()
 
     def ready(self, info: EngineInfo) -> None:
         """Record that an engine takes requests, or has another description."""
         group, state = self._group, self._engines.get(info.name)
+        was_awaited = state is not None and not state.known
         if state is None:
             state = self._new(info)
             group.pool.join(state, self._book.now_s)
-        is_new, state.known = not state.known, True
-        if not state.ready:  # the engine is back: past faults no longer count
+        no_longer = state.models - set(info.models)
+        if not state.ready:  # the engine is new, or back: past faults no longer count
             state.new_circuit(self._new_circuit())
             group.pool.paused.pop(info.name, None)
             group.pool.resting.pop(info.name, None)
-        no_longer = state.models - set(info.models)
-        state.update(info)
-        state.ready = True
+        state.open(info)
         group.pool.update(state, self._book.now_s)
         if no_longer:
             group.forget(no_longer)
         for model in info.models or ([] if group.queues else [""]):
             group.queues_of(model, self._book.now_s)
         self._changed()
-        if is_new:
+        if was_awaited:
             self._fail_unlisted()
 
     def _fail_unlisted(self) -> None:
@@ -95,14 +93,14 @@ class EngineBook:
 
     def close(self, state: EngineState, *, expected: bool) -> bool:
         """Send the engine no more requests; its running requests go on. True if it was ready."""
-        was_ready, state.expected = state.ready, expected
+        was_ready = state.ready
+        state.close(expected=expected)
         if was_ready:
-            self._close(state)
+            self._closed(state)
         return was_ready
 
-    def _close(self, state: EngineState) -> None:
+    def _closed(self, state: EngineState) -> None:
         pool = self._group.pool
-        state.ready = False
         pool.paused.pop(state.info.name, None)
         pool.resting.pop(state.info.name, None)
         pool.update(state, self._book.now_s)
@@ -110,8 +108,8 @@ class EngineBook:
 
     def lose(self, state: EngineState, answered: Collection[int], *, expected: bool) -> None:
         """Record that an engine and its runs are gone. answered : ids of requests whose clients have received bytes."""
-        state.expected = expected
-        self._close(state)
+        state.close(expected=expected)
+        self._closed(state)
         self._group.pool.forget_prefixes(state)
         again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
         runs = list(state.running.values())

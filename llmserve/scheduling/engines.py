@@ -50,6 +50,16 @@ class Worker:
         self.running = 0
         self.reserved: tuple[EngineState, FormedBatch] | None = None
 
+    def reserve(self, engine: EngineState, batch: FormedBatch) -> None:
+        """Keep the worker for a batch, which starts on the engine once the running batch has ended."""
+        self.reserved = engine, batch
+
+    def end_reservation(self) -> tuple[EngineState, FormedBatch]:
+        """Keep the worker no longer. Returns the engine and the batch."""
+        assert self.reserved is not None, f"worker {self.name} is not reserved"
+        reserved, self.reserved = self.reserved, None
+        return reserved
+
 
 class Pace:
     """Measured over profiled seconds of one model's batches on an engine.
@@ -82,7 +92,7 @@ class EngineState:
     running       runs on the engine, by request id
     total_tokens  sum of the tokens that these requests are predicted to hold at their ends
     models        names of the served models; empty: every model
-    ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will, if it does not
+    ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will do so later
     paces         by model, for models of known speed with at least one answer
     memory_token  who may block the engine while waiting for its memory
     rests         from models of which it has refused requests.  left_out : the models for which others work meanwhile
@@ -97,7 +107,7 @@ class EngineState:
         self.update(info)
         self.new_circuit(circuit)
         self.worker = worker
-        self.ready, self.known, self.expected = True, True, False
+        self.ready = self.known = self.expected = False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.running: dict[int, Run] = {}
         self.memory_token = MemoryToken()
@@ -111,8 +121,21 @@ class EngineState:
         self.info = info
         self.models = frozenset(info.models)
 
+    def expect(self) -> None:
+        """Be expected, unless the engine is ready."""
+        self.expected = not self.ready
+
+    def open(self, info: EngineInfo) -> None:
+        """Take requests, with this description."""
+        self.update(info)
+        self.ready = self.known = True
+
+    def close(self, *, expected: bool) -> None:
+        """Take no more requests. expected : whether the engine will again"""
+        self.ready, self.expected = False, expected
+
     def new_circuit(self, circuit: Circuit) -> None:
-        """Begin anew: what the engine failed or refused before no longer counts."""
+        """Begin anew: earlier faults and refusals no longer count."""
         self.circuit, self.rests = circuit, Rests(circuit.first_pause_s)
         self.left_out: frozenset[str] = frozenset()
 

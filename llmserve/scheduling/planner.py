@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from bins.dispatch import DispatchPlan, Observed
-from bins.edges import OnlineEdges
+from bins.edges import Edges
 from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.rates import Arrivals
 
@@ -50,17 +50,17 @@ class Planner:
         self,
         now_s: float,
         plan: DispatchPlan | None,
-        edges: OnlineEdges,
+        edges: Edges | None,
         engines: int,
         slots: int,
-        *,
-        trusted: bool,
         pace: Callable[[], float],
     ) -> Observed | None:
         """The load for which a new plan is wanted; None while the present plan will do, or a plan is being made.
 
+        edges : of the bins; None: predictions are not trusted, and one bin serves
         pace : seconds that the engines take for each second of their profile; called only if the state has changed
         """
+        trusted = edges is not None
         state = (self._arrived, engines, slots, trusted)
         if self._waits or state == self._checked:
             return None
@@ -73,7 +73,7 @@ class Planner:
         parts = [round(SHARE_GRID * bins * share) for share in (self._arrivals.shares if trusted else (1.0,))]
         self._requested = Observed(
             rates_per_s=tuple([rate * part / sum(parts) for part in parts]),
-            lengths=self._lengths.by_bin(edges.edges if trusted else (), bins),
+            lengths=self._lengths.by_bin(edges or (), bins),
             engines=engines,
             slots=slots,
             queues=0 if plan is None or plan.response_s_mean is None or self._jumped else len(plan.tables),

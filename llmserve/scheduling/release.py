@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from bins.dispatch import DispatchPlan, Observed
-from bins.edges import OnlineEdges
+from bins.edges import Edges
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.waiting import BinQueue
 from llmserve.scheduling.rates import Arrivals
@@ -322,10 +322,10 @@ class Plans:
         return self._release.follow(plan)
 
     def wants(
-        self, now_s: float, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool, pace: Callable[[], float]
+        self, now_s: float, edges: Edges | None, engines: int, slots: int, pace: Callable[[], float]
     ) -> Observed | None:
         """The load for which a new plan is wanted; see Planner."""
-        return self._planner.wants(now_s, self._release.plan, edges, engines, slots, trusted=trusted, pace=pace)
+        return self._planner.wants(now_s, self._release.plan, edges, engines, slots, pace)
 
 
 def _if_finite(limit_s: float) -> float | None:

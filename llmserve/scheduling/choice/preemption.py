@@ -62,7 +62,7 @@ class MomentDispatch(Dispatch):
         if best is None or not self.order.stops(best[1], running, now_s):
             return False
         # Reserve the engine: otherwise the stopped requests would start at once and be stopped again, without end.
-        stopped.worker.reserved = best[1].engine, choice.reserve(best[1])
+        stopped.worker.reserve(best[1].engine, choice.reserve(best[1]))
         ids = stopped.stop()
         group.pool.refresh(stopped, now_s)
         self.actions.append(PreemptBatch(stopped.info.name, running.runs[0].batch_id, ids))
@@ -73,8 +73,7 @@ class MomentDispatch(Dispatch):
         be now; it may hold preempted requests. If the worker still runs, the batch's requests only go back to their
         bins.
         """
-        assert worker.reserved is not None, f"worker {worker.name} is not reserved"
-        (engine, batch), worker.reserved = worker.reserved, None
+        engine, batch = worker.end_reservation()
         # What the release let go must not wait now beside an idle engine, for others were stopped for it.
         choices = [self.choice(group, now_s, asks=asks) for asks in (True, False)]
         requests = list(batch.requests.values())  # [] if all have been cancelled or have failed in between

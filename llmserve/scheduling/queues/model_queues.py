@@ -237,8 +237,8 @@ class ModelQueues:
     def wants_plan(self, now_s: float) -> Observed | None:
         """The load for which a new plan is wanted; None while the present plan will do, or a plan is being made."""
         assert self.plans is not None, "only a release that follows plans wants one"
-        edges, trusted = self.binning.edges, self.binning.trust.trusted
-        return self.plans.wants(now_s, edges, len(self.engines), self.slots, trusted=trusted, pace=self._pace)
+        edges = self.binning.edges.edges if self.binning.trust.trusted else None
+        return self.plans.wants(now_s, edges, len(self.engines), self.slots, self._pace)
 
     def _pace(self) -> float:
         """Mean pace of the engines; 1 without engines."""
