@@ -8,6 +8,7 @@ validation    : reads an input file once: what is wrong with its lines, and wher
 input_index   : what a check has found, and where each line is, beside the input file
 estimates     : what a batch will take, by the beginning of its input file
 item_queue    : which lines enter the server's queue next, and when jobs will end
+seats         : decides which jobs are in memory with their lines
 item_feeder   : feeds the lines of jobs into the server's queue, a few hundred at a time
 refusals      : which refusals of a line are worth another try
 recorder      : makes results safe, in groups

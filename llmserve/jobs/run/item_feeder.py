@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -25,14 +24,13 @@ from llmserve.jobs.run.jsonl import Line, answer_row, answer_tokens, expired_row
 from llmserve.jobs.run.loading import InputDamaged, read_lines
 from llmserve.jobs.run.recorder import Recorder, Result
 from llmserve.jobs.run.refusals import BUSY, is_final, reason_of
+from llmserve.jobs.run.seats import SEATS, UNSEATED_S, Seated, Seeking, deal
 from llmserve.jobs.store.rows import Kind
 
 log = logging.getLogger("llmserve")
 
 LOOK_S = 0.25  # how often to look whether lines may start again
 AT_ONCE = 16  # lines that are submitted in one turn of the event loop: a few ms
-SEATS, PARKED_SEATS = 16, 48  # jobs whose lines are in memory: that run, and that are parked
-UNSEATED_S = 30.0  # a parked job that gave its seat away waits so long for another
 
 
 Outcome = Literal["completed", "failed", "expired"]
@@ -130,7 +128,7 @@ class ItemFeeder:
     # ---- jobs ----
 
     async def seat(self, job: Job) -> None:
-        """Wait until the lines of a job may be in memory: those of a few jobs are at a time, the keys in turn."""
+        """Wait until the lines of a job may be in memory; see seats.py."""
         self._seeking[job.id] = job
         self._wake.set()
         try:
@@ -139,43 +137,25 @@ class ItemFeeder:
             self._seeking.pop(job.id, None)
 
     def _deal_seats(self) -> None:
-        """Give the free seats to the keys that have the fewest. A parked job keeps its own while there are others.
-
-        A key's only job, and the one whose window ends first, need no free seat.
-        """
         now_s = self._now_s()
         if not self._seeking or (len(self._seeking) > SEATS and now_s < self._dealt_s + LOOK_S):
             return
         self._dealt_s = now_s
-        seated = [job for job in self._jobs.values() if job.seated.is_set()]
-        parked = [job for job in seated if self._why_parked(job) is not None]
-        running = {job.id: job for job in seated if job not in parked}
-        idle = [job for job in parked if not (job.in_flight or job.recording)]
-        by_key = Counter([job.key for job in seated])
-        first_s: dict[str, float] = {
-            job.key: job.expires_at for job in sorted(running.values(), key=lambda job: -job.expires_at)
-        }
-        seeking: dict[str, list[Job]] = {}  # of each key the next is the last
-        for job in sorted(self._seeking.values(), key=_urgency, reverse=True):
-            if not job.seated.is_set() and job.not_before <= now_s:
-                seeking.setdefault(job.key, []).append(job)
-        while seeking:
-            key = min(seeking, key=lambda key: (by_key[key], _urgency(seeking[key][-1])))
-            job = seeking[key].pop()
-            is_first = job.expires_at < first_s.get(key, math.inf)
-            if (len(running) >= SEATS or (len(seated) >= SEATS + PARKED_SEATS and not idle)) and not is_first:
-                del seeking[key]  # its other jobs are less urgent
-                continue
-            if len(seated) >= SEATS + PARKED_SEATS and idle:
-                seated.remove(idle[0])
-                self._unseat(idle.pop(0))
-            job.seated.set()
-            seated.append(job)
-            running[job.id] = job
-            by_key[key] += 1
-            first_s[key] = min(job.expires_at, first_s.get(key, math.inf))
-            if not seeking[key]:
-                del seeking[key]
+        seeking = [
+            Seeking(job.not_before, job.expires_at, job.id, job.key)
+            for job in self._seeking.values()
+            if not job.seated.is_set() and job.not_before <= now_s
+        ]
+        lost, given = deal([self._seated(job) for job in self._jobs.values() if job.seated.is_set()], seeking)
+        for job_id in lost:
+            self._unseat(self._jobs[job_id])
+        for job_id in given:
+            self._seeking[job_id].seated.set()
+
+    def _seated(self, job: Job) -> Seated:
+        is_parked = self._why_parked(job) is not None
+        is_idle = is_parked and not (job.in_flight or job.recording)
+        return Seated(job.id, job.key, job.expires_at, is_parked, is_idle)
 
     def _unseat(self, job: Job) -> None:
         self._items.remove(job.id)
@@ -384,11 +364,6 @@ class ItemFeeder:
         failed = outcome != "completed"
         kind: Kind = "error" if failed else "output"
         self._recorder.add(Result(job.account, kind, failed, row, on_safe))
-
-
-def _urgency(job: Job) -> tuple[float, float, str]:
-    """Sort key of jobs that wait for a seat. Jobs that gave a seat away while parked come last."""
-    return job.not_before, job.expires_at, job.id
 
 
 class _ItemInFlight:

@@ -14,7 +14,7 @@ from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.jobs.run import item_feeder, runner
+from llmserve.jobs.run import item_feeder, runner, seats
 from llmserve.jobs.run.item_queue import LINES_MAX
 from llmserve.jobs.submission import BatchSubmitter
 from llmserve.settings.tree import JobsConfig, ServerConfig
@@ -166,7 +166,7 @@ async def test_batches_of_one_key_that_have_not_ended_are_bounded(start_front: S
 async def test_few_batches_are_in_memory_and_all_of_them_end(
     start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_feeder, "SEATS", 2)
+    monkeypatch.setattr(seats, "SEATS", 2)
     async with FakeEngine(step_s=0.005) as engine:
         front = await start_front(engine, server=ServerConfig(port=0, state=str(tmp_path)))
         await run_eight(client_of(front.url))
@@ -187,8 +187,8 @@ async def run_eight(client: openai.AsyncOpenAI) -> None:
 async def test_parked_batches_give_their_places_in_memory_to_others(
     start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_feeder, "SEATS", 1)
-    monkeypatch.setattr(item_feeder, "PARKED_SEATS", 2)
+    monkeypatch.setattr(seats, "SEATS", 1)
+    monkeypatch.setattr(seats, "PARKED_SEATS", 2)
     monkeypatch.setattr(item_feeder, "UNSEATED_S", 0.2)
     async with FakeEngine(model="down") as down, FakeEngine(model="up") as up:
         front = await start_front(down, up, server=ServerConfig(port=0, state=str(tmp_path)))
