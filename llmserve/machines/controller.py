@@ -17,9 +17,9 @@ import msgspec
 from llmserve.http.client import HttpClient
 from llmserve.http.connecting import HttpError
 from llmserve.machines.cluster_file import ClusterFile
-from llmserve.machines.exchange import Exchange
 from llmserve.machines.keeper import Status
 from llmserve.machines.layout import Moves, doors_plan, owners
+from llmserve.machines.peer_sync import PeerSync
 from llmserve.machines.peers import FromServer, ToServer
 from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
 from llmserve.machines.replanning import Replanning
@@ -124,7 +124,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._steps = 0
         self._settled = False  # everything has been described that should run
-        self._exchange = Exchange(self._tell)
+        self._peers = PeerSync(self._tell)
         self._replanning = _replanning_of(desired)
         self._began_s = time.monotonic()
         self._scaling = Scaling(desired.replicas, self._began_s)
@@ -254,7 +254,7 @@ class Controller:
 
     async def exchange(self) -> None:
         """Tell doors and groups what they need of each other, add up their rates, and plan again for new ones."""
-        doors, groups = await self._exchange.round(self._servers("door"), self._servers("group"))
+        doors, groups = await self._peers.round(self._servers("door"), self._servers("group"))
         now_s = time.monotonic()
         for name, server in groups.items():
             self._scaling.heard(name.removeprefix("group-"), server.wanted, now_s)
@@ -358,7 +358,7 @@ class Controller:
         queues = await asyncio.gather(*(self.ask(f"group-{name}", "/admin/queue") for name in groups))
         return {
             "name": self.desired.file.name,
-            "engines_wanted": self._exchange.wanted,
+            "engines_wanted": self._peers.wanted,
             "processes": [self._row(name) for name in sorted(self._sent)],
             "groups": [
                 {

@@ -22,7 +22,6 @@ import msgspec
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
-from ray.experimental import internal_kv
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
     PlacementGroup,
@@ -37,12 +36,13 @@ from llmserve.errors import LLMServeError, NoAnswer
 from llmserve.machines.controller import DESIRED, Controller, Described, Desired, process_key, seen_key
 from llmserve.machines.keeper import DRAIN_S, Keeper, Status
 from llmserve.machines.processes import Process, Worker
+from llmserve.machines.store import Store
 
-CONTROLLER = "controller"
+CONTROLLER, STORE = "controller", "store"  # actors that keep no process
 STATUS_S = 1.5  # longest answer of a keeper
 EMPTY_S = 5.0  # for a group or an engine to stop, when it has no request
 KILLED_S = 5.0  # after the time that a process has to stop
-HEAD_RESOURCE = "node:__internal_head__"
+HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001  # Ray gives each node 1.0 of its own resource
 KEEPER_OPTIONS: dict[str, Any] = {
     "max_restarts": -1,
     "max_task_retries": 0,  # the next step of the controller asks again
@@ -56,16 +56,25 @@ def namespace_of(cluster: str) -> str:
 
 
 def load(cluster: str, key: str) -> bytes | None:
-    value: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=namespace_of(cluster).encode())
+    """None: nothing is stored under the key, or the cluster does not run."""
+    store = _store_of(cluster)
+    value: bytes | None = ray.get(store.load.remote(key)) if store is not None else None
     return value
 
 
 def save(cluster: str, key: str, value: bytes | None) -> None:
-    where = namespace_of(cluster).encode()
-    if value is None:
-        internal_kv._internal_kv_del(key.encode(), namespace=where)
-    else:
-        internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=where)
+    """value : None: forget it. The cluster must run."""
+    store = _store_of(cluster)
+    assert store is not None, f"cluster {cluster} has no store"
+    ray.get(store.save.remote(key, value))
+
+
+def _store_of(cluster: str) -> Any:
+    """The store's actor; None: there is none."""
+    try:
+        return ray.get_actor(STORE, namespace_of(cluster))
+    except ValueError:
+        return None
 
 
 def folder_of(cluster: str) -> Path:
@@ -82,6 +91,15 @@ def folder_of(cluster: str) -> Path:
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
+class StoreActor(Store):
+    """The store of a cluster, for the controller and the keepers on all nodes. It runs on the node of Ray's head: when
+    that is back, so is the store, with its files.
+    """
+
+    def __init__(self, cluster: str) -> None:
+        super().__init__(folder_of(cluster) / "store")
 
 
 class KeeperActor:
@@ -164,7 +182,7 @@ class RayMachines:
     async def names(self) -> Collection[str]:
         rows = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         own = [row["name"] for row in rows if row["namespace"] == self._namespace]
-        return {name for name in own if name != CONTROLLER}
+        return {name for name in own if name not in (CONTROLLER, STORE)}
 
     # ---- workers ----
 
@@ -295,6 +313,15 @@ def known(cluster: str) -> Desired | None:
 def bring_up(desired: Desired) -> Any:
     """Start the cluster's controller, or have the running one follow `desired`. Returns the controller's actor."""
     cluster = desired.file.name
+    if _store_of(cluster) is None:
+        store = ray.remote(StoreActor).options(
+            name=STORE,
+            namespace=namespace_of(cluster),
+            num_cpus=0,
+            resources={HEAD_RESOURCE: HEAD_SHARE},
+            **{**KEEPER_OPTIONS, "max_task_retries": -1, "max_concurrency": 1},
+        )
+        ray.get(store.remote(cluster).clear.remote())  # files of a cluster whose Ray has ended
     save(cluster, DESIRED, msgspec.json.encode(desired))
     actor = ray.remote(ControllerActor).options(
         name=CONTROLLER,
@@ -339,7 +366,9 @@ def take_down(cluster: str, drain_s: float = DRAIN_S) -> None:
     for row in placement_group_table().values():
         if row["name"].startswith(f"{namespace_of(cluster)}/") and row["state"] != "REMOVED":
             remove_placement_group(get_placement_group(row["name"]))
-    save(cluster, DESIRED, None)
+    if (store := _store_of(cluster)) is not None:
+        ray.get(store.clear.remote())
+        ray.kill(store)
 
 
 async def _remove_all(machines: RayMachines, drain_s: float) -> None:

@@ -85,7 +85,11 @@ def test_up_serves_what_is_killed_comes_back_and_down_leaves_nothing(llmserve: L
 
     engines = [psutil.Process(after[name]["pid"]).parent() for name in ("chat-0", "chat-1")]
     actors = engines[0].parent().children()
-    for actor in (*[actor for actor in actors if "ControllerActor" in str(actor.cmdline())], *engines):
+    kept = [
+        actor for actor in actors if any(name in str(actor.cmdline()) for name in ("ControllerActor", "StoreActor"))
+    ]
+    assert len(kept) == 2
+    for actor in (*kept, *engines):
         actor.kill()
     assert chat(port)["usage"]["completion_tokens"] == 4, "the controller goes on, although nobody asks it"
 

@@ -14,7 +14,7 @@ from questions.fair.worlds import Ask, Clients
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live import journal
 from llmserve.machines.peers import Served, ToServer
-from llmserve.machines.shares import Shares
+from llmserve.machines.served_shares import ServedShares
 from llmserve.request import EngineInfo
 from llmserve.scheduling.fair import ANSWER_WEIGHT
 from llmserve.scheduling.messages import SHARES_MAX, ServedElsewhere
@@ -34,7 +34,7 @@ class Groups:
     def __init__(self, order: str) -> None:
         self.served: Counter[str] = Counter()  # weighted tokens over weight, by share, as seen from outside
         self.groups = {name: self._group(order) for name in ("left", "right")}
-        self._shares = Shares()
+        self._shares = ServedShares()
 
     def _group(self, order: str) -> Clients:
         scheduler = SchedulingConfig(order=order).resolved(barrier=False).scheduler()
@@ -95,7 +95,7 @@ def test_a_share_that_does_not_wait_owes_nothing_for_what_others_served_it() -> 
 
 
 def test_only_groups_with_a_model_in_common_are_told() -> None:
-    shares = Shares()
+    shares = ServedShares()
     shares.heard("a", [Served(("m", "n"), {"ann": 5.0}), Served(("o",), {"ann": 1.0})])
     shares.heard("b", [Served(("n", "m"), {"ann": 2.0, "ben": 3.0})])
     shares.heard("c", [Served(("p",), {"ann": 9.0})])

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from llmserve.machines.peers import FromServer, ToServer
 from llmserve.machines.quotas import Quotas
-from llmserve.machines.shares import Shares
+from llmserve.machines.served_shares import ServedShares
 
 FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
 
 Heard = Mapping[str, FromServer]
 
 
-class Exchange:
+class PeerSync:
     """tell : one server by its name; None: the server does not answer
 
     wanted : engines by model, of all groups that answered
@@ -24,7 +24,7 @@ class Exchange:
     def __init__(self, tell: Callable[[str, ToServer], Awaitable[FromServer | None]]) -> None:
         self.wanted: dict[str, int] = {}
         self._tell_one = tell
-        self._quotas, self._shares = Quotas(), Shares()
+        self._quotas, self._shares = Quotas(), ServedShares()
         self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
 
     async def round(self, doors: Sequence[str], groups: Sequence[str]) -> tuple[Heard, Heard]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from llmserve.machines.peers import Served
 
 
-class Shares:
+class ServedShares:
     """Collects what groups have served since it was last dealt."""
 
     def __init__(self) -> None:
