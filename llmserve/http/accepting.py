@@ -38,7 +38,7 @@ def base_url(listener: socket.socket) -> str:
 
 
 class Acceptor:
-    """Accepts connections.
+    """The accepting side of a listening socket.
 
     At connections_max the connection that is idle for longest makes room. If none is idle, clients wait in the system's
     queue until a connection ends; when that queue has not been empty for QUEUE_S, those in it are refused.

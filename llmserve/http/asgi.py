@@ -14,7 +14,7 @@ log = logging.getLogger("llmserve")
 
 
 class AsgiAnswers:
-    """Answers requests by an ASGI application, each in a task."""
+    """The answers of an ASGI application, each from a task of its own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

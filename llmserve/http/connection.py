@@ -1,8 +1,8 @@
 """One client's connection as a machine without I/O: bytes and time in; requests, bytes and a closed wire out.
 
-`received`, `ended`, `lost` and `tick` tell it what has happened; it calls the handler (exchange.py) with requests, and
-writes to, holds back and closes a `Wire`. It knows no event loop: protocol.py drives it on asyncio, a test by a
-playbook. Requests are answered one after the other, in their order.
+`received`, `ended`, `lost` and `tick` tell the connection what has happened; the connection calls the handler
+(exchange.py) with requests, and writes to, holds back and closes a `Wire`. No event loop is known here: protocol.py
+drives the connection on asyncio, a test by a playbook. Requests are answered one after the other, in their order.
 
 The connection holds a client to its limits before anything is made of a request:
 
@@ -42,7 +42,7 @@ TURN, BEHIND, SINK = 1, 2, 4
 
 
 class Connection:
-    """Parses requests, and gives each to the handler when its turn has come.
+    """The machine of one connection: requests reach the handler one after the other.
 
     peer    of the client, with the port
     holder  of the bytes that this connection keeps in memory: who has sent the last request, or the client's address
@@ -346,7 +346,7 @@ class Connection:
 
 
 class StreamedBody:
-    """A body on its way into its sink. A client that sends faster than the sink takes is held back.
+    """A body on the way into its sink. A client that sends faster than the sink takes is held back.
 
     Such a body is large, and its client may be slow: it has BODY_S, and a second more for each BYTES_PER_S_MIN that
     came. Between two parts no more than BODY_S may pass. Time for which the sink holds the client back does not count.

@@ -32,7 +32,7 @@ State = TypeVar("State")
 
 
 class Handler(Protocol[State]):
-    """What a program does with requests. State : the program's own notes on one request"""
+    """The program behind a server. State : the program's own notes on one request"""
 
     def new_state(self) -> State:
         """The notes on a request whose first byte has arrived."""
@@ -58,7 +58,7 @@ class Handler(Protocol[State]):
 
 
 class BodySink(Protocol):
-    """Takes a body as it arrives.
+    """The place of a body that is taken as it arrives.
 
     on_full  set by the connection; called with True when the client must wait, and with False when it need not any more
     """
@@ -170,12 +170,13 @@ class Exchange(Generic[State]):
         *("method", "path", "query", "headers", "body", "old"),
         *("state", "common_headers", "on_end", "on_gone", "on_silence"),
         *("sink", "keeps_body", "expects_continue", "holder", "read", "kept", "_grown"),
-        *("keep_alive", "error", "started", "ended", "_head", "_chunked", "_connection"),
+        *("keep_alive", "error", "started", "ended", "_head", "_chunked", "_connection", "_out"),
         *("began_s", "seconds", "status", "written"),
     )
 
     def __init__(self, connection: Channel) -> None:
         self._connection = connection
+        self._out = connection.out
         self.method = self.path = ""
         self.query = b""
         self.headers: dict[str, str] = {}
@@ -260,11 +261,11 @@ class Exchange(Generic[State]):
     @property
     def paused(self) -> bool:
         """Whether the client reads slower than the answer is written."""
-        return self._connection.out.paused
+        return self._out.paused
 
     async def writable(self) -> None:
         """Wait until the client has read enough, or has gone."""
-        out = self._connection.out
+        out = self._out
         while out.paused and not out.closed:
             resumed = asyncio.get_running_loop().create_future()
             out.when_writable(partial(_set, resumed))
@@ -292,24 +293,24 @@ class Exchange(Generic[State]):
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
         self._head, self.started, self.status = b"".join(lines), True, status
-        self.written = -self._connection.out.written
+        self.written = -self._out.written
 
     def write(self, data: bytes) -> None:
         if self.method == "HEAD" or not data:
             return
         head, self._head = self._head, b""
-        self._connection.out.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
+        self._out.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
 
     def flush(self) -> None:
         """Send the head, if it waits for the first bytes of the body."""
         head, self._head = self._head, b""
         if head:
-            self._connection.out.write(head)
+            self._out.write(head)
 
     def end(self) -> None:
         head, self._head = self._head, b""
         if rest := head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b""):
-            self._connection.out.write(rest)
+            self._out.write(rest)
         self._finish()
         self._connection.answered(self)
 
@@ -346,7 +347,7 @@ class Exchange(Generic[State]):
                 on_end()
             if shared.on_ended is not None:
                 self.seconds = self.age_s
-                self.written += self._connection.out.written if self.started else 0
+                self.written += self._out.written if self.started else 0
                 shared.on_ended(self)
 
 

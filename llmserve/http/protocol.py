@@ -55,7 +55,7 @@ class Turns:
 
 
 class ConnectionProtocol(asyncio.BufferedProtocol):
-    """Carries bytes from a transport to a connection, which writes to the transport itself.
+    """The asyncio protocol of one connection: bytes from the transport. The connection writes to the transport itself.
 
     on_lost : called when the connection is closed
     """

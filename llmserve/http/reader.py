@@ -23,7 +23,7 @@ LIST_FIELDS = {"x-forwarded-for", "content-encoding"}  # several are one list
 
 
 class Receiver(Protocol):
-    """Gets what a reader reads."""
+    """The owner of a reader, called with what arrives."""
 
     def request_begins(self) -> Exchange[Any]: ...
     def head_ends(self, exchange: Exchange[Any]) -> None: ...

@@ -36,9 +36,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Server:
-    """Accepts connections, and looks after them all twice a second.
+    """A server on one socket. Twice a second a sweep cuts off clients that are late, or that leave too much unread.
 
-    A sweep cuts off clients that are late, or that leave too much unread.
     cut  connections that the server closed, by reason
     """
 
