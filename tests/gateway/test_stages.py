@@ -152,6 +152,8 @@ def test_large_bodies_are_read_in_a_thread_one_at_a_time() -> None:
 
 
 def test_a_journal_says_nothing_of_what_no_stage_decides() -> None:
-    terms = Draft(CHAT).terms
+    draft = Draft(CHAT, account=KeyLimits(KeyFile()).acquire(""))
+    share_of_stream(draft)  # without a stream there is no share
+    terms = draft.terms
     request = Request(1, weight=terms.weight, after_tokens=terms.after_tokens)
     assert msgspec.json.encode(request) == b'{"id":1}'

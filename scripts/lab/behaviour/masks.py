@@ -19,6 +19,7 @@ MASKS: dict[str, re.Pattern[bytes]] = {  # name : what stands before the masked 
     "seconds in a message": re.compile(rb"()\b\d+(?:\.\d+)? (?:s|ms|seconds)\b(?!=)"),
     "a duration": re.compile(rb'("(?:\w+_s|\w+_ms|ms|s|seconds|slot_seconds)": ?)' + _NUMBER),
     "a time of the access log": re.compile(rb"(\b(?:ms|queue_ms|first_token_ms)=)[\d.]+"),
+    "bytes of a head with a time": re.compile(rb"(queue_ms.*\bbytes(?:=|\":))\d+"),
     "bytes of times": re.compile(rb"((?:/metrics|/admin/usage)\b.*bytes(?:=|\":))\d+"),
     "the length of the metrics": re.compile(rb"(content-length: )\d{6,}"),
     "a client": re.compile(rb"()\b127\.0\.0\.1:\d+"),
