@@ -157,6 +157,11 @@ def test_a_circle_is_found() -> None:
     assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}) == {("a", "b", "c")}
 
 
+def test_the_http_library_knows_nothing_of_what_is_served() -> None:
+    others = {other for module, others in graph().items() if room(module) == "http" for other in others}
+    assert {room(other) for other in others} <= {"http", "runtime"}
+
+
 def test_only_those_who_forecast_import_the_predictor() -> None:
     users = {room(module) for module, others in graph().items() if any(room(other) == "predictor" for other in others)}
     assert users - {"predictor"} <= set(PREDICTOR_USERS)
