@@ -146,7 +146,9 @@ class RequestCounts:
         self.completed_tokens += tokens * request.choices
         if tokens:
             stream.tokens.inc(tokens * request.choices)
-            self._lengths.compare(known.predicted_tokens, tokens)
+            self._lengths.actual.observe(tokens)
+            if known.predicted_tokens is not None:
+                self._lengths.ratio.observe(known.predicted_tokens / tokens)
 
 
 class _Open:
@@ -218,16 +220,13 @@ class BatchCounts:
 
 
 class LengthCounts:
-    """Predicted and actual lengths of answers. revised : later forecasts of waiting requests"""
+    """Predicted and actual lengths of answers.
+
+    revised : later forecasts of waiting requests.  ratio : of predicted over actual lengths of completed requests
+    """
 
     def __init__(self, families: Families) -> None:
         self.predicted = families.histogram("llmserve_predicted_tokens").of()
         self.revised = families.counter("llmserve_revised_forecasts").of()
-        self._actual = families.histogram("llmserve_actual_tokens").of()
-        self._ratio = families.histogram("llmserve_predicted_over_actual_tokens").of()
-
-    def compare(self, predicted_tokens: float | None, tokens: float) -> None:
-        """Count the length of a completed answer, and its forecast over it."""
-        self._actual.observe(tokens)
-        if predicted_tokens is not None:
-            self._ratio.observe(predicted_tokens / tokens)
+        self.actual = families.histogram("llmserve_actual_tokens").of()
+        self.ratio = families.histogram("llmserve_predicted_over_actual_tokens").of()
