@@ -30,6 +30,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -37,6 +38,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from llmserve.demo import demo_corpus
 from llmserve.engines.process import EngineProcess
 from llmserve.http.client import HttpClient
 from llmserve.runtime.extras import need_embedded, need_plot
@@ -228,8 +229,17 @@ async def batch_cost(
     return np.poly1d(np.polyfit(lengths, medians, deg=2))
 
 
+def drawn_prompts(count: int, seed: int) -> list[str]:
+    """Prompts that the demo model was not trained on. They recur only if more are wanted than there are."""
+    prompts = (files("llmserve.demo") / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    rng, drawn = random.Random(seed), list[str]()
+    while len(drawn) < count:
+        drawn += rng.sample(prompts, min(len(prompts), count - len(drawn)))
+    return drawn
+
+
 async def measure(args: argparse.Namespace) -> tuple[dict[str, list[BenchRun]], np.poly1d]:
-    prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
+    prompts = drawn_prompts(args.requests, args.seed)
     arrangements = [BASELINE]
     arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("risk", "median", "oracle")]
     arrangements += [Arrangement("window", 1, how) for how in ("risk", "oracle")]

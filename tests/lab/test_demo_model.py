@@ -6,14 +6,15 @@ import re
 import string
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from make import train_demo_model
+from make import demo_corpus, train_demo_model
+from make.demo_corpus import Example
 
-from llmserve.demo import demo_corpus
-from llmserve.demo.demo_corpus import Example
+from llmserve.commands.bench import drawn_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_DIR = ROOT / "llmserve" / "demo" / "model"
@@ -144,6 +145,15 @@ def test_splits_never_share_a_prompt_whatever_the_seeds() -> None:
 def test_a_tenth_of_the_prompts_is_held_out(corpus: list[Example]) -> None:
     share = sum(demo_corpus.is_held_out(e.prompt) for e in corpus) / len(corpus)
     assert 0.08 < share < 0.12
+
+
+def test_the_prompts_of_bench_are_the_corpus_held_out_ones() -> None:
+    held_out = [example.prompt for example in demo_corpus.examples(2_000, seed=0, held_out=True)]
+    assert (files("llmserve.demo") / "prompts.txt").read_text().splitlines() == held_out
+    drawn = drawn_prompts(400, seed=1)
+    assert len(set(drawn)) == 400
+    assert drawn == drawn_prompts(400, seed=1) != drawn_prompts(400, seed=2)
+    assert len(drawn_prompts(5_000, seed=1)) == 5_000
 
 
 def test_a_list_word_has_one_successor() -> None:

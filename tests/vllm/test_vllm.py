@@ -45,7 +45,8 @@ async def test_the_demo_model_answers_alike_on_vllm_and_on_the_embedded_engine(
     start_front: StartFront, vllm_url: str
 ) -> None:
     """One greedy model, two engines. Where the model is unsure, rounding may decide: two answers may differ."""
-    from llmserve.demo import demo_corpus
+    from make import demo_corpus
+
     from llmserve.server.serving import serving
     from llmserve.settings.tree import Config, ServerConfig
 

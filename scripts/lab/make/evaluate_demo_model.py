@@ -21,10 +21,10 @@ from kit.progress import log, shared
 from kit.results import write_text
 from kit.servers import MODEL_FOLDER
 
-from llmserve.demo import demo_corpus
-from llmserve.demo.demo_corpus import Example
 from llmserve.demo.generation import DecodingRow, Delta, LanguageModel
 from llmserve.demo.protocol import ChatMessage
+from make import demo_corpus
+from make.demo_corpus import Example
 
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
 

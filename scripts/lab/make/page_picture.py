@@ -20,7 +20,7 @@ from kit.client import add_batch, ask, body_of, session_of
 from kit.progress import log
 from kit.servers import front_end
 
-from llmserve.demo import demo_corpus
+from make import demo_corpus
 
 WIDTH, HEIGHT = 1180, 1500
 SEED = 1

@@ -27,9 +27,9 @@ from kit.servers import MODEL_FOLDER
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llmserve.demo import demo_corpus
-from llmserve.demo.demo_corpus import Example
 from llmserve.demo.generation import LanguageModel
+from make import demo_corpus
+from make.demo_corpus import Example
 from make.evaluate_demo_model import ANSWER_TOKENS_MAX, evaluate, table, write_docs
 
 CONTEXT_TOKENS = 1024

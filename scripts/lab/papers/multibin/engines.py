@@ -19,11 +19,11 @@ import aiohttp
 import numpy as np
 from kit.results import straight_line
 from kit.servers import batching_front_end, embedded_engine, vllm
+from make import demo_corpus
 
 from bins.fitting import Observation
 from llmserve.commands import bench as throughput
 from llmserve.commands.bench import BASELINE, Arrangement, BenchRun
-from llmserve.demo import demo_corpus
 from llmserve.engines import measuring
 from papers.multibin.table_1 import MEASURED
 from papers.rows import Report, Row, Rows, claim

@@ -52,6 +52,7 @@ from kit.progress import counted, log
 from kit.results import day_and_machine, rounded, write_json
 from kit.servers import MODEL_FOLDER, Server, front_end
 from kit.tables import show
+from make import demo_corpus
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -59,7 +60,6 @@ from bins.profile import Profile
 from bins.service import ServiceTimes
 from bins.smdp import Queue
 from llmserve.commands.profile import power, profile_of
-from llmserve.demo import demo_corpus
 from llmserve.errors import LLMServeError
 from llmserve.live import journal
 from llmserve.simulation.observed import observations

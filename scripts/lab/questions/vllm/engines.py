@@ -17,9 +17,9 @@ import psutil
 from kit.client import get_text
 from kit.progress import log
 from kit.servers import Server, flags_of, front_end, running, vllm
+from make import demo_corpus
 
 from bins.edges import equal_mass_edges
-from llmserve.demo import demo_corpus
 from llmserve.engines.process import free_port
 from questions.vllm.arrangements import ROUTER_POLICIES, Arrangement
 from questions.vllm.loads import Ints, Load, ServiceTime
