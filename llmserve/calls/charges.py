@@ -24,7 +24,7 @@ class Charges:
         self._reserving: set[asyncio.Task[None]] = set()
 
     def reserve(self, in_flight: InFlightCall, admit: Callable[[InFlightCall], None]) -> None:
-        """Reserve what the call probably uses at most, then admit it, unless a limit refuses it: its client then knows.
+        """Reserve the most that the call probably uses, then admit the call. A call over a limit fails at once.
 
         `admit` is called at once, or later if a budget must be asked.
         """

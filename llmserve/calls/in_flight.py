@@ -101,7 +101,7 @@ class Client(Protocol):
 
 
 class Charge(Protocol):
-    """The share of its key's limits that one call uses; see charges.py."""
+    """The use of one call of a key's limits; see charges.py."""
 
     def reserve(
         self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float
@@ -249,7 +249,7 @@ class Measured:
 
 
 class InFlightCall:
-    """One client call in flight, from its arrival to the scheduler's last word on it.
+    """One client call, from the arrival to the scheduler's last word.
 
     forecast   the forecaster's own object; goes back to the forecaster with the real length
     charge     None: the call uses no limits, or has been settled

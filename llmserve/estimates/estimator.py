@@ -2,8 +2,7 @@
 
 One `Estimator` answers all users of such times: streams that wait, Retry-After, drains, the list of waiting requests,
 limits of keys, and the forecast of a job's end. An estimate costs nothing until a user asks. The first question about a
-model sorts the model's waiting requests; the order holds for KEPT_S, so that many streams that ask at once, and many
-refusals, cost one sort.
+model sorts the model's waiting requests; the order holds for KEPT_S, so many streams and many refusals cost one sort.
 """
 
 from __future__ import annotations
@@ -120,8 +119,10 @@ class Estimator:
         return self._position_at(bisect_right(snapshot.counters, counter) + 1, queues).wait_s
 
     def room_s(self, request: Request) -> float | None:
-        """Predicted seconds until a full queue takes a request like this: when one more of its share would start, or
-        before the rate of ends is known, when the first call of its model ends. None: unknown.
+        """Predicted seconds until a full queue takes a request like this; None: unknown.
+
+        That is the estimated start of one more request of the share, or while the rate of ends is unknown, the first
+        end of a call of the model.
         """
         start_s = self.next_start_s(request)
         if start_s is None:
@@ -199,7 +200,7 @@ class Estimator:
         """The expected wait at a position of a model's queues.
 
         Engines end requests of all models: the others that wait count by their share. Before the rate
-        of ends is known, each of the running calls is followed by one that waits, and that by another.
+        of ends is known, the waiting requests follow the running calls in rounds.
         """
         group, no_engine = self._scheduler.group, queues.no_engine_since_s is not None
         share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
@@ -235,8 +236,8 @@ def remaining_s(call: InFlightCall, service: ServiceTime, now_s: float) -> float
     """Predicted seconds until a running call ends: the mean of its likely lengths above the tokens so far, less these.
 
     A stream goes on at its own speed. A body that comes whole shows no tokens, so their number follows from the time.
-    An answer longer than all its likely lengths is expected to grow by a share of itself: nothing is known of its end
-    but that long answers have more left than short ones (engines.OVERDUE_SHARE).
+    An answer longer than all its likely lengths is expected to grow by a share of itself: a long overdue answer has
+    more left than a short one (engines.OVERDUE_SHARE).
     service : times of its model's answers
     """
     request, per_token_s = call.request, service.seconds_per_token

@@ -54,7 +54,7 @@ class LengthForecaster(Protocol):
 
 @runtime_checkable
 class RevisingForecaster(LengthForecaster, Protocol):
-    """A forecaster that can forecast again, by what it has learnt since, without encoding the prompt again."""
+    """A forecaster that renews a forecast after further learning, without encoding the prompt again."""
 
     def revise(self, forecast: Any, *, least: float | None, most: float | None) -> Any: ...
 

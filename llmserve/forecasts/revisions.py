@@ -83,7 +83,7 @@ class Revisions:
         self._left.clear()
 
     def _begin(self) -> None:
-        """Begin a round. Requests that have arrived since the last one began have forecasts that are recent enough."""
+        """Begin a round. Requests that arrived after the start of the last round have recent forecasts."""
         self._learnt_before = self._learnt
         self._left.extend(self._requests)
         self._last, self._newest = self._newest, self._left[-1] if self._left else math.inf

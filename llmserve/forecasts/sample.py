@@ -1,6 +1,6 @@
 """Which answers teach, so that learning takes a bounded share of the event loop's time. Pure.
 
-An answer teaches its template and its application, which is cheap, and its words, which costs several times more. So
+An answer teaches its template and its application cheaply, and its words at several times the cost. So
 under load only a sample of the answers teaches templates, and only a sample of these teaches words:
 
     c   seconds that the templates, or the words, of an answer take

@@ -3,11 +3,11 @@
 cluster      : LiveCluster, put together from a scheduler, a fleet and a journal
 driver       : the only caller of `Scheduler.handle`: events in, actions out, one timer
 calls        : clients' calls from their arrival to the scheduler's last word on them
-forwarding   : one answer of an engine on its way to its client
+forwarding   : one answer on the way from an engine to the client
 fleet        : the engines: probes, and the orders of their operator
 engine_state : pure: the table of an engine's states, where its death is decided
 homes        : the groups of a door's plan: which has the requests of a stream and model
-handle       : one engine: its state, what was measured of it, and the calls that it runs
+handle       : one engine: state, measurements, and running calls
 known_models : which models are known, and how many engines list each
 lanes        : queues beside a model's own, for calls that only some of its engines can serve
 part         : the driver of a server, which takes other engines while it runs

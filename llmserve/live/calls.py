@@ -1,8 +1,8 @@
 """The calls of a live cluster, from their arrival to the scheduler's last word on them.
 
-Each client call is an `InFlightCall`. Its length is predicted, its limits are reserved, and it waits in the scheduler's
-queue. When the scheduler starts it, forwarding.py forwards the engine's answer. A preempted call stays in flight: the
-scheduler starts it again, or fails it at its deadline.
+Each client call is an `InFlightCall`: llmserve predicts the length, reserves the limits, and queues the call in the
+scheduler. When the scheduler starts the call, forwarding.py forwards the engine's answer. A preempted call stays in
+flight: the scheduler starts the call again, or fails it at its deadline.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Calls:
             self._charges.reserve(in_flight, self._admit)
 
     def _admit(self, in_flight: InFlightCall) -> None:
-        """Queue a call whose charge has been reserved, unless it was refused or its client has left."""
+        """Queue a call with a reserved charge, unless the charge was refused or the client has left."""
         if in_flight.delivery.over:
             self._forget(in_flight)
         else:
@@ -292,7 +292,7 @@ def _tell(listeners: Iterable[Callable[[InFlightCall], None]], in_flight: InFlig
 
 
 def line_now(call: Call, request: Request, now_s: float) -> Call:
-    """A line of a job as it starts: what is left of its window, and whether it counts as an online request by now."""
+    """A line of a job at its start: the rest of the window, and whether the line counts as an online request by now."""
     slo_s = None if request.deadline_s is None else request.deadline_s - now_s
     terms = msgspec.structs.replace(call.terms, slo_s=slo_s, background=request.background)
     return msgspec.structs.replace(call, terms=terms)

@@ -3,7 +3,7 @@
     client -> Calls -> Driver -> Scheduler -> actions -> Calls -> Forwarding -> engine
     engine -> Fleet -> Driver -> Scheduler -> ...
 
-Events go down to the driver, and its actions come back to who carries them out (`LiveCluster._carry_out`).
+Events go down to the driver. `LiveCluster._carry_out` hands each action to the object that carries it out.
 """
 
 from __future__ import annotations

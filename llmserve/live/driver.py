@@ -1,4 +1,4 @@
-"""The driver of a scheduler in real time: gives it events, has its actions carried out, and wakes it.
+"""The driver of a scheduler in real time: events in, actions out, and a timer.
 
 Nothing else in a server calls `Scheduler.handle`.
 """

@@ -1,19 +1,22 @@
 """The state of an engine: a pure table of (state, event) -> state, and what the scheduler hears of each step.
 
-An engine's state is what its probes say (`Health`) and what its operator wants (`Order`):
+An engine's state has two parts: what the probes say (`Condition`), and what the operator wants (`Order`):
 
-    health  NEW       never up so far                      order  SERVE    requests
-            UP        answers, and lists a served model           DRAIN    no new requests
-            BARE      answers, but lists no served model          RESTART  no new requests; a restart when it is empty
-            REFUSING  refuses connections; its requests           REMOVE   no new requests; to be forgotten when it is
-                      may finish                                           empty
-            DOWN      lost
+    condition  NEW       never up so far
+               UP        answers, and lists a served model
+               BARE      answers, but lists no served model
+               REFUSING  refuses connections; requests may finish
+               DOWN      lost
+    order      SERVE     take requests
+               DRAIN     no new requests
+               RESTART   no new requests; a restart when no request runs any more
+               REMOVE    no new requests; forgotten when no request runs any more
 
-An engine dies here: `SILENT` (its probes stay unanswered) and `EMPTY` (it refuses connections, and its last request has
+An engine dies here: `SILENT` (probes stay unanswered) and `EMPTY` (connections are refused, and the last request has
 left) lead to DOWN. The scheduler then hears LOST: the engine's requests are abandoned, and may run on other engines.
 
-An engine that is down is expected back: its process is restarted, by llmserve or by whoever started it. Only an engine
-that its operator has drained or is removing is not expected, nor is one that lists no served model.
+An engine that is down is expected back: its process is restarted, by llmserve or by whoever started it. An engine
+that was drained or is being removed is not expected, nor is an engine without a served model.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 
-class Health(Enum):
+class Condition(Enum):
     """What an engine's probes say."""
 
     NEW = auto()
@@ -33,7 +36,7 @@ class Health(Enum):
     DOWN = auto()
 
 
-UP = (Health.UP, Health.BARE)
+UP = (Condition.UP, Condition.BARE)
 """Of an engine that answered its last probe, or missed only a few."""
 
 
@@ -70,44 +73,44 @@ class Notice(Enum):
     LOST = "EngineLost"
 
 
-HEALTH: Mapping[Health, Mapping[EngineEvent, Health]] = {
-    Health.NEW: {
-        EngineEvent.ANSWERED: Health.UP,
-        EngineEvent.BARE: Health.BARE,
-        EngineEvent.REFUSED: Health.NEW,
-        EngineEvent.SILENT: Health.NEW,
-        EngineEvent.EMPTY: Health.NEW,
+CONDITIONS: Mapping[Condition, Mapping[EngineEvent, Condition]] = {
+    Condition.NEW: {
+        EngineEvent.ANSWERED: Condition.UP,
+        EngineEvent.BARE: Condition.BARE,
+        EngineEvent.REFUSED: Condition.NEW,
+        EngineEvent.SILENT: Condition.NEW,
+        EngineEvent.EMPTY: Condition.NEW,
     },
-    Health.UP: {
-        EngineEvent.ANSWERED: Health.UP,
-        EngineEvent.BARE: Health.BARE,
-        EngineEvent.REFUSED: Health.REFUSING,
-        EngineEvent.SILENT: Health.DOWN,
-        EngineEvent.EMPTY: Health.UP,
+    Condition.UP: {
+        EngineEvent.ANSWERED: Condition.UP,
+        EngineEvent.BARE: Condition.BARE,
+        EngineEvent.REFUSED: Condition.REFUSING,
+        EngineEvent.SILENT: Condition.DOWN,
+        EngineEvent.EMPTY: Condition.UP,
     },
-    Health.BARE: {
-        EngineEvent.ANSWERED: Health.UP,
-        EngineEvent.BARE: Health.BARE,
-        EngineEvent.REFUSED: Health.REFUSING,
-        EngineEvent.SILENT: Health.DOWN,
-        EngineEvent.EMPTY: Health.BARE,
+    Condition.BARE: {
+        EngineEvent.ANSWERED: Condition.UP,
+        EngineEvent.BARE: Condition.BARE,
+        EngineEvent.REFUSED: Condition.REFUSING,
+        EngineEvent.SILENT: Condition.DOWN,
+        EngineEvent.EMPTY: Condition.BARE,
     },
-    Health.REFUSING: {
-        EngineEvent.ANSWERED: Health.UP,
-        EngineEvent.BARE: Health.BARE,
-        EngineEvent.REFUSED: Health.REFUSING,
-        EngineEvent.SILENT: Health.DOWN,
-        EngineEvent.EMPTY: Health.DOWN,
+    Condition.REFUSING: {
+        EngineEvent.ANSWERED: Condition.UP,
+        EngineEvent.BARE: Condition.BARE,
+        EngineEvent.REFUSED: Condition.REFUSING,
+        EngineEvent.SILENT: Condition.DOWN,
+        EngineEvent.EMPTY: Condition.DOWN,
     },
-    Health.DOWN: {
-        EngineEvent.ANSWERED: Health.UP,
-        EngineEvent.BARE: Health.BARE,
-        EngineEvent.REFUSED: Health.DOWN,
-        EngineEvent.SILENT: Health.DOWN,
-        EngineEvent.EMPTY: Health.DOWN,
+    Condition.DOWN: {
+        EngineEvent.ANSWERED: Condition.UP,
+        EngineEvent.BARE: Condition.BARE,
+        EngineEvent.REFUSED: Condition.DOWN,
+        EngineEvent.SILENT: Condition.DOWN,
+        EngineEvent.EMPTY: Condition.DOWN,
     },
 }
-"""Health after what a probe or a request observes."""
+"""Condition after what a probe or a request observes."""
 
 ORDERS: Mapping[Order, Mapping[EngineEvent, Order]] = {
     Order.SERVE: {
@@ -144,23 +147,23 @@ ORDERS: Mapping[Order, Mapping[EngineEvent, Order]] = {
 class EngineState(NamedTuple):
     """The state of an engine, and what follows from it."""
 
-    health: Health = Health.NEW
+    condition: Condition = Condition.NEW
     order: Order = Order.SERVE
 
     @property
     def up(self) -> bool:
         """Whether the engine answered its last probe, or missed only a few."""
-        return self.health in UP
+        return self.condition in UP
 
     @property
     def seen(self) -> bool:
         """Whether the engine was ever up."""
-        return self.health is not Health.NEW
+        return self.condition is not Condition.NEW
 
     @property
     def takes(self) -> bool:
         """Whether the engine takes new requests."""
-        return self.health is Health.UP and self.order is Order.SERVE
+        return self.condition is Condition.UP and self.order is Order.SERVE
 
     @property
     def closed(self) -> bool:
@@ -170,7 +173,7 @@ class EngineState(NamedTuple):
     @property
     def alive(self) -> bool:
         """Whether requests may run on the engine."""
-        return self.up or self.health is Health.REFUSING
+        return self.up or self.condition is Condition.REFUSING
 
     @property
     def planned(self) -> bool:
@@ -180,7 +183,7 @@ class EngineState(NamedTuple):
     @property
     def expected(self) -> bool:
         """Whether an engine that is down, or goes down, will probably take requests again."""
-        return self.order in (Order.SERVE, Order.RESTART) and self.health is not Health.BARE
+        return self.order in (Order.SERVE, Order.RESTART) and self.condition is not Condition.BARE
 
     def word(self, *, running: bool) -> str:
         """The state in words, for operators. running : whether a request runs on the engine"""
@@ -195,23 +198,23 @@ class EngineState(NamedTuple):
 
 def after(state: EngineState, event: EngineEvent) -> EngineState:
     """The state that follows. An operator's order must not be one that the state refuses."""
-    health, order = state
-    if event not in HEALTH[health]:
+    condition, order = state
+    if event not in CONDITIONS[condition]:
         assert refusal(state, event) is None, f"{event} is refused in {state}"
-        return EngineState(health, ORDERS[order][event])
-    later = HEALTH[health][event]
+        return EngineState(condition, ORDERS[order][event])
+    later = CONDITIONS[condition][event]
     if event is EngineEvent.EMPTY and state.planned:
-        later = Health.DOWN if state.seen else Health.NEW  # what its operator has waited for
-    elif later in UP and health not in UP:
+        later = Condition.DOWN if state.seen else Condition.NEW  # what its operator has waited for
+    elif later in UP and condition not in UP:
         if order is Order.RESTART:
-            later = health  # it answers, but its restart is not over
+            later = condition  # it answers, but its restart is not over
         elif order is Order.DRAIN:
             order = Order.SERVE  # it was down: its operator's work on it is done
     return EngineState(later, order)
 
 
 def refusal(state: EngineState, event: EngineEvent) -> str | None:
-    """What an engine is or does, so that its operator's order is refused; None: the order is not refused."""
+    """Why an engine's state refuses an operator's order, as the end of "the engine ..."; None: the order is allowed."""
     if event not in ORDERS[state.order]:
         return "is being removed" if state.order is Order.REMOVE else "is being restarted"
     if event is EngineEvent.DRAIN and not state.up:
@@ -222,10 +225,10 @@ def refusal(state: EngineState, event: EngineEvent) -> str | None:
 def notices(before: EngineState, event: EngineEvent, later: EngineState) -> tuple[Notice, ...]:
     """What the scheduler hears of a step, in this order.
 
-    An engine is closed before it is lost, so that no request starts there while its calls are abandoned.
+    CLOSED comes before LOST, so that no request starts on the engine while the engine's calls are abandoned.
     """
     is_ended = event is EngineEvent.EMPTY and before.planned
-    if is_ended or (later.health is Health.DOWN and before.health is not Health.DOWN):
+    if is_ended or (later.condition is Condition.DOWN and before.condition is not Condition.DOWN):
         return (Notice.LOST,) if before.closed else (Notice.CLOSED, Notice.LOST)
     if later.closed and not before.closed:
         return (Notice.CLOSED,)

@@ -1,7 +1,7 @@
 """The engines of a live cluster: which are up, which models they serve, which are being drained or restarted.
 
-Engines may serve different models. A model that some engine has listed stays known, whether its engines are up or down,
-until an engine that is up again no longer lists the model.
+Engines may serve different models. A listed model stays known, whether its engines are up or down, until an
+engine comes up again without the model.
 
 The fleet probes the engines and takes the orders of their operator. engine_state.py decides what follows for an engine;
 its scheduler hears of the engine through one door:
@@ -170,7 +170,7 @@ class Fleet:
         self._list_again()
 
     def lacks(self, handle: EngineHandle, path: str) -> None:
-        """Note that an engine that does not list its endpoints has refused one."""
+        """Note that an engine without a list of endpoints has refused this endpoint."""
         handle.endpoints.refuse(path)
         self._list_again()
 

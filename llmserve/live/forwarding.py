@@ -1,4 +1,4 @@
-"""The forwarding of one engine's answer to its client, as it arrives.
+"""The forwarding of one answer from an engine to the client, as the answer arrives.
 
 The answer is read to its end at the engine's pace: the engine's slot is free when the engine is done, not when the
 client has read everything. Tokens never enter the scheduler. Reading needs no task: the engine's connection calls.
@@ -134,7 +134,7 @@ class Forwarding:
         return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
 
     def _whole(self, body: bytes) -> RequestEnded:
-        """Forward an answer that is not streamed, unless it is an error in spite of its status."""
+        """Forward an answer that is not streamed, unless the body is an error in spite of the status."""
         in_flight, form = self.in_flight, self._form
         if may_be_error(body) and (error := error_in(body)) is not None:
             return self._told(error, error.status, body)

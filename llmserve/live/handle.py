@@ -1,4 +1,4 @@
-"""One engine of a live cluster: its state, what was measured of it, and the calls that it runs."""
+"""One engine of a live cluster: state, measurements, and running calls."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 from typing import Any
 
 from llmserve.calls.in_flight import InFlightCall
-from llmserve.engines.engine import Endpoints, Engine
-from llmserve.engines.engine import Health as Probed
+from llmserve.engines.engine import Endpoints, Engine, Health
 from llmserve.live.engine_state import EngineEvent, EngineState, Notice, after, notices
 from llmserve.live.known_models import Listed
 
 
 class EngineHandle:
-    """One engine, for the fleet that watches it.
+    """One engine, as the fleet sees the engine.
 
     info       as the scheduler knows the engine
-    models     served models that the engine listed when it was last up, by id
-    endpoints  that it had when it was last up
-    probed     its last answer to a probe
-    running    calls that the engine serves, by request id
-    empty      set while it serves none
+    models     served models of the engine's last list, by id
+    endpoints  of the engine when last up
+    probed     the last answer to a probe
+    running    calls on the engine, by request id
+    empty      set while no call runs
     trouble    message of the last failed probe; "": the last one did not fail
     nudge      asks for a probe now
     work       restarts or removes the engine when it is empty
@@ -32,7 +31,7 @@ class EngineHandle:
         self.state = EngineState()
         self.models: Listed = {}
         self.endpoints = Endpoints()
-        self.probed = Probed(())
+        self.probed = Health(())
         self.probes_failed = 0
         self.trouble = ""
         self.running: dict[int, InFlightCall] = {}
@@ -84,7 +83,7 @@ class EngineHandle:
         before, self.state = self.state, after(self.state, event)
         return notices(before, event, self.state)
 
-    def answer(self, probed: Probed) -> None:
+    def answer(self, probed: Health) -> None:
         """Note a probe's answer."""
         self.probed, self.probes_failed, self.trouble = probed, 0, ""
 

@@ -1,4 +1,4 @@
-"""Which engines can serve a call: those that have its endpoint, or the one that knows what the call goes on from."""
+"""Which engines can serve a call: engines with the call's endpoint, or the engine that holds the previous response."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Routes:
 
     paths : of the endpoints that this server passes to engines
     origins : of responses that engines keep
-    has_keys : whether clients have keys. Then a response is its key's alone, and nobody's while it is not known whose
-    engines_are_groups : the engines know whose their responses are, and are told who asks for an answer
+    has_keys : whether clients have keys; then a response belongs to one key, and an unknown response to nobody
+    engines_are_groups : the engines are servers of llmserve, which know the keys of their responses
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -84,7 +84,7 @@ class Routes:
         )
 
     def having(self, handles: Iterable[EngineHandle]) -> list[str]:
-        """The endpoints that one of these engines has, or may have."""
+        """The endpoints of these engines, as far as the engines list or have not refused them."""
         each = [handle.endpoints for handle in handles]
         return [path for path in self.paths if any(path in endpoints for endpoints in each)]
 

@@ -247,7 +247,7 @@ def settings(*engines: LyingEngine | FakeEngine, answer_s: float = 0.6) -> Engin
 
 async def check_nothing_is_left(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     await until(lambda: not front.cluster.scheduler.requests)
-    assert not front.cluster.calls._in_flight
+    assert front.cluster.calls.empty.is_set()
     assert all(not handle.running for handle in front.cluster.fleet.handles.values())
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
     assert all(record.getMessage().isprintable() for record in caplog.records)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from llmserve.live.engine_state import (
-    HEALTH,
+    CONDITIONS,
     ORDERS,
+    Condition,
     EngineEvent,
     EngineState,
-    Health,
     Notice,
     Order,
     after,
@@ -23,12 +23,12 @@ from llmserve.live.engine_state import (
     refusal,
 )
 
-STATES = [EngineState(health, order) for health, order in product(Health, Order)]
-OBSERVED = list(HEALTH[Health.NEW])
+STATES = [EngineState(condition, order) for condition, order in product(Condition, Order)]
+OBSERVED = list(CONDITIONS[Condition.NEW])
 ORDERED = [event for event in EngineEvent if event not in OBSERVED]
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
-NEW, UP = EngineState(), EngineState(Health.UP)
+NEW, UP = EngineState(), EngineState(Condition.UP)
 
 
 def told(*events: EngineEvent, state: EngineState = NEW) -> tuple[EngineState, list[Notice]]:
@@ -59,7 +59,7 @@ def reachable() -> Iterator[tuple[EngineState, Notice | None]]:
 def test_every_order_of_an_operator_is_decided_or_refused_with_a_reason() -> None:
     for state, event in product(STATES, ORDERED):
         if (why := refusal(state, event)) is None:
-            assert after(state, event).health is state.health, "no order changes what the probes say"
+            assert after(state, event).condition is state.condition, "no order changes what the probes say"
         else:
             assert why.startswith("is ")
             with pytest.raises(AssertionError):
@@ -77,7 +77,7 @@ def test_what_the_scheduler_has_heard_last_is_what_the_state_says() -> None:
             assert last is Notice.OPENED, state
         elif state.closed and state.order is not Order.REMOVE:
             assert last is Notice.CLOSED, state
-        elif state.health is Health.DOWN:
+        elif state.condition is Condition.DOWN:
             assert last is Notice.LOST, state
 
 
@@ -105,18 +105,18 @@ def test_no_state_is_a_trap() -> None:
 
 
 def test_an_engine_whose_probes_stay_unanswered_is_closed_and_lost() -> None:
-    assert told(EngineEvent.SILENT, state=UP) == (EngineState(Health.DOWN), [Notice.CLOSED, Notice.LOST])
+    assert told(EngineEvent.SILENT, state=UP) == (EngineState(Condition.DOWN), [Notice.CLOSED, Notice.LOST])
 
 
 def test_an_engine_that_refuses_connections_is_lost_when_its_last_request_has_ended() -> None:
     refusing, closed = told(EngineEvent.REFUSED, EngineEvent.REFUSED, state=UP)
     assert (refusing.word(running=True), closed) == ("down", [Notice.CLOSED])
-    assert told(EngineEvent.EMPTY, state=refusing) == (EngineState(Health.DOWN), [Notice.LOST])
+    assert told(EngineEvent.EMPTY, state=refusing) == (EngineState(Condition.DOWN), [Notice.LOST])
     assert told(EngineEvent.ANSWERED, state=refusing) == (UP, [Notice.OPENED]), "it was only its listener"
 
 
 def test_an_engine_is_lost_once() -> None:
-    lost = EngineState(Health.DOWN)
+    lost = EngineState(Condition.DOWN)
     assert told(EngineEvent.SILENT, EngineEvent.EMPTY, EngineEvent.REFUSED, state=lost) == (lost, [])
 
 
@@ -140,8 +140,8 @@ def test_a_drain_ends_when_the_engine_was_down() -> None:
 
 
 def test_an_engine_that_is_down_is_not_drained_for_it_would_be_used_when_it_is_back() -> None:
-    for health in (Health.NEW, Health.REFUSING, Health.DOWN):
-        assert "is down" in (refusal(EngineState(health), EngineEvent.DRAIN) or "")
+    for condition in (Condition.NEW, Condition.REFUSING, Condition.DOWN):
+        assert "is down" in (refusal(EngineState(condition), EngineEvent.DRAIN) or "")
 
 
 def test_a_restart_takes_the_empty_engine_down_and_no_probe_brings_it_up_before_the_restart_is_over() -> None:
@@ -160,7 +160,7 @@ def test_an_engine_that_is_removed_is_kept_when_the_settings_name_it_again() -> 
 
 @pytest.mark.parametrize("order", [EngineEvent.DRAIN, EngineEvent.RESUME, EngineEvent.RESTART])
 def test_an_engine_that_is_being_removed_takes_no_other_order(order: EngineEvent) -> None:
-    assert refusal(EngineState(Health.UP, Order.REMOVE), order) == "is being removed"
+    assert refusal(EngineState(Condition.UP, Order.REMOVE), order) == "is being removed"
 
 
 def test_an_engine_without_a_served_model_is_closed_and_not_expected_to_take_requests() -> None:
@@ -183,5 +183,5 @@ def table(rows: Mapping[Any, Mapping[EngineEvent, Enum]], columns: list[EngineEv
 
 def test_the_design_page_has_the_tables() -> None:
     page = DESIGN.read_text()
-    assert table(HEALTH, OBSERVED) in page, table(HEALTH, OBSERVED)
+    assert table(CONDITIONS, OBSERVED) in page, table(CONDITIONS, OBSERVED)
     assert table(ORDERS, ORDERED) in page, table(ORDERS, ORDERED)

@@ -27,7 +27,7 @@ from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.process import EngineProcess
 from llmserve.engines.timed.server import FakeEngine, FakePace, Fault
 from llmserve.live.cluster import LiveCluster
-from llmserve.live.engine_state import EngineState, Health
+from llmserve.live.engine_state import Condition, EngineState
 from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal
 from llmserve.request import Call, EngineInfo
@@ -214,11 +214,11 @@ async def test_only_the_admin_key_gives_orders(start_front: StartFront, tmp_path
         assert (await send_order(front, name, "drain", key="guess"))[0] == 401
         assert (await send_order(front, "nobody", "drain"))[0] == 404
         handle = front.cluster.fleet.handles[name]
-        handle.state = EngineState(Health.DOWN)
+        handle.state = EngineState(Condition.DOWN)
         assert (await send_order(front, name, "drain"))[0] == 400, (
             "the engine is down and would be used when it is back"
         )
-        handle.state = EngineState(Health.UP)
+        handle.state = EngineState(Condition.UP)
         assert (await send_order(front, name, "explode"))[0] == 404
         assert (await send_order(front, name, "restart"))[0] == 400, "llmserve did not start this engine"
         assert state(front, name) == "ready"
@@ -426,6 +426,6 @@ async def test_after_thousands_of_disconnects_at_any_moment_no_request_is_left(s
         await until(lambda: not front.cluster.scheduler.requests)
         await until(lambda: first.running == second.running == 0)
         check(front.cluster.scheduler)
-        assert not front.cluster.calls._in_flight
+        assert front.cluster.calls.empty.is_set()
         assert [len(handle.running) for handle in front.cluster.fleet.handles.values()] == [0, 0]
         assert [state.total_tokens for state in front.cluster.scheduler.engines.values()] == [0, 0]

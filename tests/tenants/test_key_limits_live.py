@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_pays_for_what_was_generated(
         leaving = asyncio.ensure_future(ask(front, 900, stream=stream))
         await until(lambda: engine.running == 1)
         if stream:
-            await until(lambda: any(call.measured.streamed_tokens for call in front.cluster.calls._in_flight.values()))
+            await until(lambda: any(call.measured.streamed_tokens for call in front.cluster.fleet.running))
         assert (await ask(front, 300))[0] == 429
         leaving.cancel()
         await until(lambda: 1 in watch.used)
