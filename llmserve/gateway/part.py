@@ -83,7 +83,7 @@ class Sockets(Part):
 
     def check(self, config: Config) -> Config:
         server = config.server
-        check_host(server.host, may_serve_anyone=bool(keys_of(config).keys) or server.anonymous)
+        check_host(server.host, may_serve_anyone=bool(keys_of(config, warns=False).keys) or server.anonymous)
         trusted_proxies(config)
         if server.metrics_host is not None and server.metrics_port is None:
             raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")

@@ -91,15 +91,16 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
         return any(policy.budgets != Budgets() for policy in self.policies.values())
 
 
-def read_key_file(path: Path) -> KeyFile:
+def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
     """Read a key file: TOML if its name ends in .toml, else lines, one `name: key` or `key` each.
 
+    warns : whether to warn when others can read the file
     Raises ConfigError, which names the file and the line or table.
     """
     if path.suffix != ".toml":
-        return KeyFile(keys=_keys_of_lines(path))
+        return KeyFile(keys=_keys_of_lines(path, warns=warns))
     try:
-        tables = tomllib.loads(_text(path))
+        tables = tomllib.loads(_text(path, warns=warns))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
     if unknown := [name for name in tables if name not in ("keys", "prices")]:
@@ -122,24 +123,24 @@ def read_key_file(path: Path) -> KeyFile:
     return KeyFile(keys=keys, policies=policies, prices=prices)
 
 
-def read_keys(path: Path) -> Mapping[str, str]:
+def read_keys(path: Path, *, warns: bool = True) -> Mapping[str, str]:
     """The keys of a key file of either form, by their names. Raises ConfigError."""
-    return read_key_file(path).keys
+    return read_key_file(path, warns=warns).keys
 
 
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def _keys_of_lines(path: Path) -> dict[str, str]:
+def _keys_of_lines(path: Path, *, warns: bool) -> dict[str, str]:
     """Read a file of keys, one `name: key` or `key` per line. Returns name -> key. Blank and #-lines are skipped.
 
     A key with a colon needs a name. A name has no slash, which separates a key's name from its client's stream. Raises
     ConfigError on an unreadable or empty file, a repeated name or key, a character that is not printable, such as a
-    byte order mark, or a key that an HTTP header cannot carry. Warns when others can read the file.
+    byte order mark, or a key that an HTTP header cannot carry.
     """
     keys: dict[str, str] = {}
     seen: set[str] = set()
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(_text(path, warns=warns).split("\n"), start=1):
         text = line.strip(" \t\r")
         if not text or text.startswith("#"):
             continue
@@ -153,11 +154,12 @@ def _keys_of_lines(path: Path) -> dict[str, str]:
     return keys
 
 
-def _text(path: Path) -> str:
-    """The text of a file. Warns when others can read it. Raises ConfigError."""
+def _text(path: Path, *, warns: bool) -> str:
+    """The text of a file. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
-            warn_if_shared(path, os.fstat(file.fileno()))
+            if warns:
+                warn_if_shared(path, os.fstat(file.fileno()))
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error}") from error

@@ -16,10 +16,13 @@ USAGE_FILE = "usage.sqlite"
 DOOR = "/door"  # name of the doors' key: no client's key has a slash in its name
 
 
-def keys_of(config: Config) -> KeyFile:
-    """Read the key file. Raises ConfigError, also when the file and the settings contradict each other."""
+def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
+    """Read the key file. Raises ConfigError, also when the file and the settings contradict each other.
+
+    warns : whether to warn when others can read the file
+    """
     server = config.server
-    file = read_key_file(Path(server.api_key_file)) if server.api_key_file else KeyFile()
+    file = read_key_file(Path(server.api_key_file), warns=warns) if server.api_key_file else KeyFile()
     if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(file.keys):
         raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
     if server.usage_file and not (server.api_key_file or "").endswith(".toml"):
@@ -27,17 +30,17 @@ def keys_of(config: Config) -> KeyFile:
     if file.has_budgets and usage_path(config) is None:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
     if server.door_key_file is not None:
-        (key,) = read_keys(Path(server.door_key_file)).values()
+        (key,) = read_keys(Path(server.door_key_file), warns=warns).values()
         if key in file.keys.values():
             raise ConfigError(f"{server.door_key_file}: a client has the doors' key, too")
         file = replace(file, keys={**file.keys, DOOR: key})
     return file
 
 
-def admin_keys_of(config: Config) -> Keys | None:
+def admin_keys_of(config: Config, *, warns: bool = True) -> Keys | None:
     """The keys of /admin; None: /admin is disabled. Raises ConfigError."""
     path = config.server.admin_key_file
-    return Keys(read_keys(Path(path))) if path else None
+    return Keys(read_keys(Path(path), warns=warns)) if path else None
 
 
 def default_limits(config: Config) -> Limits:

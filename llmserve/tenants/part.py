@@ -32,8 +32,8 @@ class KeyFiles(Part):
     """The files of keys, and the file that keeps what keys have spent of their budgets."""
 
     def check(self, config: Config) -> Config:
-        keys_of(config)
-        admin_keys_of(config)
+        keys_of(config, warns=False)
+        admin_keys_of(config, warns=False)
         return config
 
     @contextlib.asynccontextmanager

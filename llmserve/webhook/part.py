@@ -33,7 +33,7 @@ class Webhook(Part):
         if jobs.batch_webhook is not None and not has_store(config):
             raise ConfigError("batch_webhook has no effect without --store or --state")
         if jobs.batch_webhook is not None:
-            _receiver(config)
+            _receiver(config, warns=False)
         return config
 
     @contextlib.asynccontextmanager
@@ -66,7 +66,7 @@ def _ended_batch(service: JobService) -> Read:
     return read
 
 
-def _receiver(config: Config) -> Receiver:
+def _receiver(config: Config, *, warns: bool = True) -> Receiver:
     from llmserve.webhook.sender import Receiver, secret_of
 
     url, file = config.jobs.batch_webhook, config.jobs.batch_webhook_key_file
@@ -75,7 +75,8 @@ def _receiver(config: Config) -> Receiver:
         return Receiver(url)
     try:
         with Path(file).open(encoding="utf-8") as opened:
-            warn_if_shared(Path(file), os.fstat(opened.fileno()))
+            if warns:
+                warn_if_shared(Path(file), os.fstat(opened.fileno()))
             secret = secret_of(opened.read().strip())
     except (OSError, ValueError) as error:
         raise ConfigError(f"batch_webhook_key_file: cannot read a key from {file}: {error}") from error

@@ -7,15 +7,18 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from front import StartFront
 
+from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.part import Commit, Part, Server
 from llmserve.server.parts import PARTS
 from llmserve.server.reload import Reloader
 from llmserve.server.serving import each, opened, running
-from llmserve.settings.tree import ApiConfig, Config, LiveConfig
+from llmserve.settings.tree import ApiConfig, Config, LiveConfig, ServerConfig
 
 LOADED = """
 import asyncio, sys
@@ -138,6 +141,20 @@ def test_the_settings_that_may_change_are_those_of_keys_and_engines() -> None:
     changeable = {name for part in each(PARTS) for name in part.changeable}
     limits = {"concurrent_max", "requests_per_minute_max", "tokens_per_minute_max", "limits_part"}
     assert changeable == {"engine", *limits}
+
+
+async def test_a_file_that_is_checked_and_then_opened_is_warned_of_once(
+    start_front: StartFront, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-1\n")
+    keys.chmod(0o644)
+    async with FakeEngine() as engine:
+        await start_front(engine, server=ServerConfig(port=0, api_key_file=str(keys)))
+    warnings = [record.message for record in caplog.records if "other users of this machine" in record.message]
+    assert warnings == [f"other users of this machine can read or change {keys}: run `chmod 600 {keys}`"] * 2, (
+        "two uses"
+    )
 
 
 def test_a_server_imports_nothing_of_a_feature_that_is_off() -> None:
