@@ -93,9 +93,9 @@ LineStops = Annotated[
     Meta(
         ge=0,
         le=1,
-        description="share of online requests for which a line of a batch job may be stopped that has begun; the "
-        "youngest is stopped, and runs again later. 1: lines take every free slot; 0: lines run to their end, and "
-        "leave free what online requests will want, as far as arrivals tell",
+        description="fraction of online requests that may stop a running item of a batch job; the youngest item is "
+        "stopped, and runs again later. 1: items take every free slot; 0: items run to their end, and leave free the "
+        "slots that online requests will want, as far as arrivals tell",
     ),
 ]
 

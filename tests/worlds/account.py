@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 from worlds.invariants import check, passable
-from worlds.lines import assert_line_may_start, assert_lines_may_wait
+from worlds.items import assert_item_may_start, assert_items_may_wait
 
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.choice.orders import UNDATED_S
@@ -182,8 +182,8 @@ class Account:
         self._now_s = 0.0
         self._alive: dict[int, Life] = {}
         self._waiting: dict[int, Life] = {}
-        self.lines: dict[int, Life] = {}  # of jobs, that wait and are not due
-        self.online = False  # whether any request but lines has arrived, or a line is due
+        self.items: dict[int, Life] = {}  # of jobs, that wait and are not due
+        self.online = False  # whether any request but items has arrived, or an item is due
         self._over: set[int] = set()
         self._infos: list[EngineInfo] = []  # every description of an engine so far
         self._passable: set[int] = set()  # requests that others were allowed to pass at some time
@@ -195,7 +195,7 @@ class Account:
         self._models: dict[str, None] = {}  # all models that engines or requests have named, as an ordered set
         self._helpless_since_s: dict[str, float] = {}  # since when no working engine serves the model
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests in its first start
-        self._of_lines: set[int] = set()  # batches of lines
+        self._of_items: set[int] = set()  # batches of items
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
         # By model: when a batch of another model overtook requests that had waited longer.
         self._passed_s: dict[str, float] = {}
@@ -257,7 +257,7 @@ class Account:
         up = any(engine.up or engine.expected for engine in self._serving(request.model))
         self._models[request.model] = None
         self._update_helpless()
-        full = len(self.lines if request.background else self._waiting) >= self._config.queue_requests_max
+        full = len(self.items if request.background else self._waiting) >= self._config.queue_requests_max
         expired = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
             (self._draining, "draining"),
@@ -272,7 +272,7 @@ class Account:
         if self._makes_room:
             expected = None
         self.online = self.online or not request.background
-        place = self.lines if request.background else self._waiting
+        place = self.items if request.background else self._waiting
         self._alive[request.id] = place[request.id] = Life(request, self._now_s)
         if expected:
             self._expected[request.id] = expected
@@ -322,14 +322,14 @@ class Account:
             self._end(event.request_id, "cancelled" if life.gone else event.outcome)
 
     def _wait_again(self, event: RequestEnded, life: Life) -> None:
-        """A line that was stopped for an online request waits as a line again."""
+        """An item that was stopped for an online request waits as an item again."""
         if not life.request.background or self._engines[event.engine].info.barrier:
             self._waiting[event.request_id] = life
         elif self._draining:
             self._expected[event.request_id] = "draining"
         else:
             life.preempted = False
-            self.lines[event.request_id] = life
+            self.items[event.request_id] = life
 
     def _began(self, event: AnswerBegan, actions: Sequence[Action]) -> None:
         life = self._alive.get(event.request_id)
@@ -339,7 +339,7 @@ class Account:
     def _revised(self, event: ForecastsRevised, actions: Sequence[Action]) -> None:
         """From now on a waiting request has the forecast, and starts with it; nothing makes room for it."""
         for revision in event.revisions:
-            life = self._waiting.get(revision.request_id) or self.lines.get(revision.request_id)
+            life = self._waiting.get(revision.request_id) or self.items.get(revision.request_id)
             if life is not None:
                 life.request = revision.of(life.request)
         assert not any(isinstance(action, PreemptBatch) for action in actions), "a later forecast preempts a batch"
@@ -399,7 +399,7 @@ class Account:
 
     def _drain(self, event: DrainRequested, actions: Sequence[Action]) -> None:
         self._draining = True
-        self._expected.update(dict.fromkeys(self.lines, "draining"))
+        self._expected.update(dict.fromkeys(self.items, "draining"))
 
     def _tuned(self, event: Tuned, actions: Sequence[Action]) -> None:
         """What was overtaken under the former order does not count under the new one."""
@@ -435,7 +435,7 @@ class Account:
         """Each request has exactly one outcome (1)."""
         assert request_id not in self._over, f"request {request_id} ended twice"
         life = self._alive.pop(request_id)
-        self.lines.pop(request_id, None)
+        self.items.pop(request_id, None)
         if self._waiting.pop(request_id, None) is not None:
             self._passed_s.pop(life.request.model, None)  # all were formed
         self._over.add(request_id)
@@ -491,36 +491,36 @@ class Account:
         assert not self._makes_room, f"none of {self._makes_room} made room in the full queue"
 
     def _due(self, request_id: int) -> None:
-        """A line that has a window, or that ran in vain, counts as online, as if it arrived now."""
+        """An item that has a window, or that ran in vain, counts as online, as if it arrived now."""
         life, self.online = self._alive[request_id], True
-        assert life.request.background, f"request {request_id} is due and is no line"
-        ran = request_id not in self.lines
-        assert ran or life.request.deadline_s is not None, f"line {request_id} is due and has no window"
+        assert life.request.background, f"request {request_id} is due and is no item"
+        ran = request_id not in self.items
+        assert ran or life.request.deadline_s is not None, f"item {request_id} is due and has no window"
         life.request = msgspec.structs.replace(life.request, background=False)
-        if request_id in self.lines:
+        if request_id in self.items:
             self._waiting[request_id] = self._arrive_now(request_id)
 
     def _arrive_now(self, request_id: int) -> Life:
-        """Take a line out of those that wait: in the queues it counts from now."""
+        """Take an item out of those that wait: in the queues it counts from now."""
         life = self._alive[request_id] = self._alive.pop(request_id)
-        assert self.lines.pop(request_id, None) is life, f"line {request_id} does not wait"
+        assert self.items.pop(request_id, None) is life, f"item {request_id} does not wait"
         self.stayed_s += self._now_s - life.arrived_at_s
         life.arrived_at_s = self._now_s
         return life
 
-    def _start_lines(self, engine: Engine, batch: Batch) -> None:
-        """Lines start on what others leave: their batch has no place among those of the queues."""
+    def _start_items(self, engine: Engine, batch: Batch) -> None:
+        """Items start on what others leave: their batch has no place among those of the queues."""
         self._assert_takes(engine, batch)
         online = [life.request for life in self._waiting.values()]
         for request in batch.requests:
             life = self._arrive_now(request.id)
-            assert_line_may_start(request, life.request, engine.info, online, self._now_s)
+            assert_item_may_start(request, life.request, engine.info, online, self._now_s)
             life.engine = engine.info.name
             life.tries += 1
             engine.running[request.id] = batch.id
         self._formed[batch.id] = batch.bin, batch.size, len(batch.requests)
-        self._of_lines.add(batch.id)
-        assert len(engine.running) <= engine.info.slots, f"{engine.info.name} was given lines beyond its slots"
+        self._of_items.add(batch.id)
+        assert len(engine.running) <= engine.info.slots, f"{engine.info.name} was given items beyond its slots"
 
     def _assert_takes(self, engine: Engine, batch: Batch) -> None:
         """The engine takes the batch, whatever waits."""
@@ -539,7 +539,7 @@ class Account:
 
     def _start(self, engine: Engine, batch: Batch) -> None:
         if batch.requests and batch.requests[0].background:
-            self._start_lines(engine, batch)
+            self._start_items(engine, batch)
             return
         self._assert_takes(engine, batch)
         info = engine.info
@@ -653,8 +653,8 @@ class Account:
             self._assert_released(worker, batch)
             previous = batch.bin, batch.size, 0
         index, size, started = previous
-        of_lines = batch.id in self._of_lines  # of any bins: what comes back of them may be of shorter ones
-        assert self._direct or of_lines or index == batch.bin, f"batch {batch.id} has two bins"
+        of_items = batch.id in self._of_items  # of any bins: what comes back of them may be of shorter ones
+        assert self._direct or of_items or index == batch.bin, f"batch {batch.id} has two bins"
         assert batch.size <= size, f"batch {batch.id} has grown"  # requests that come back form a smaller batch
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
         self._formed[batch.id] = index, size, started + len(first)
@@ -670,17 +670,17 @@ class Account:
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
 
     def _stop_line(self, action: PreemptBatch) -> None:
-        """Check that a line is stopped for somebody, unread, and stopped once."""
+        """Check that an item is stopped for somebody, unread, and stopped once."""
         engine, (request_id,) = self._engines[action.engine], action.request_ids
         life, online = self._alive[request_id], [life.request for life in self._waiting.values()]
-        assert self._config.line_stops > 0, f"line {request_id} is stopped although lines run to their end"
-        assert engine.running[request_id] == action.batch_id, f"line {request_id} does not run on {action.engine}"
-        assert not life.began, f"line {request_id} is stopped after its first byte"
-        assert not life.gone, f"line {request_id} is stopped although its client left"
-        assert not life.preempted, f"line {request_id} is stopped twice"
+        assert self._config.line_stops > 0, f"item {request_id} is stopped although items run to their end"
+        assert engine.running[request_id] == action.batch_id, f"item {request_id} does not run on {action.engine}"
+        assert not life.began, f"item {request_id} is stopped after its first byte"
+        assert not life.gone, f"item {request_id} is stopped although its client left"
+        assert not life.preempted, f"item {request_id} is stopped twice"
         over = len(engine.running) > engine.info.slots
         wanted = over or any(engine.info.serves(request.model) for request in online)
-        assert wanted, f"line {request_id} is stopped for nobody"
+        assert wanted, f"item {request_id} is stopped for nobody"
         life.preempted = True
 
     def _preempt(self, action: PreemptBatch) -> None:
@@ -767,7 +767,7 @@ class Account:
             assert wake_at_s is None or wake_at_s > self._now_s, "the timer would fire endlessly"
         works = [engine.info for engine in self._engines.values() if engine.free]
         idle = () if self.online else [i for i in works if not self._engines[i.name].running]
-        assert_lines_may_wait([life.request for life in self.lines.values()], idle, self._now_s, wake_at_s)
+        assert_items_may_wait([life.request for life in self.items.values()], idle, self._now_s, wake_at_s)
         if not self._waiting:
             return
         deadlines_s = [

@@ -61,7 +61,7 @@ SHARED_EVERY = 3  # in one world in this many, requests are of several shares
 ELSEWHERE_EVERY = 15  # in one world in this many, other schedulers have served its shares, too
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
 DECLINED_EVERY = 4  # in one world in this many, if requests fail, engines also decline some that others may run
-JOBS_EVERY = 8  # in one world in this many, some requests are lines of jobs
+JOBS_EVERY = 8  # in one world in this many, some requests are items of batch jobs
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 
 
@@ -202,7 +202,7 @@ def draw(seed: int) -> World:
     if seed % SHARED_EVERY == SHARED_EVERY - 2:
         arrivals = _share_out(random.Random(f"{seed} shares"), arrivals)
     if seed % JOBS_EVERY == JOBS_EVERY - 3:
-        arrivals = _lines(random.Random(f"{seed} jobs"), arrivals, unit_s, tick_s)
+        arrivals = _items(random.Random(f"{seed} jobs"), arrivals, unit_s, tick_s)
         config = msgspec.structs.replace(config, line_stops=random.Random(f"{seed} stops").choice([0.0, 0.0, 0.3, 1.0]))
     return World(
         seed=seed,
@@ -443,8 +443,8 @@ def _share_out(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival
     )
 
 
-def _lines(rng: random.Random, arrivals: Sequence[Arrival], unit_s: float, tick_s: float) -> tuple[Arrival, ...]:
-    """Return the arrivals, some of them as lines of jobs with windows from hopeless to endless."""
+def _items(rng: random.Random, arrivals: Sequence[Arrival], unit_s: float, tick_s: float) -> tuple[Arrival, ...]:
+    """Return the arrivals, some of them as items of batch jobs with windows from hopeless to endless."""
     share = rng.choice([0.2, 0.5, 0.9, 1.0])
     windows_s = [rng.choice([0.5, 3.0, 30.0, 1_000.0, 100_000.0]) * unit_s for _ in range(rng.randint(1, 4))]
     drawn = []

@@ -47,7 +47,7 @@ def story_of(steps: Sequence[Step]) -> str:
 def _event(event: Event) -> str:
     match event:
         case RequestArrived(request):
-            return f"{'line' if request.background else 'request'} {request.id} arrives{_details(request)}"
+            return f"{'item' if request.background else 'request'} {request.id} arrives{_details(request)}"
         case RequestCancelled(request_id):
             return f"the client of request {request_id} leaves"
         case RequestEnded(engine, request_id, _, _, _, _, _, True, rest_s):
@@ -101,7 +101,7 @@ def _action(action: Action) -> str:
         case ReportTrust(trusted, _):
             return "predictions are trusted again" if trusted else "predictions are not trusted"
         case ReportDue(request_id):
-            return f"line {request_id} counts as online from now on"
+            return f"item {request_id} counts as online from now on"
         case SolveDispatch(observed):
             return f"a dispatch plan is requested for {sum(observed.rates_per_s):g} requests a second"
 

@@ -294,7 +294,7 @@ def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
     patch.setattr(Admission, "refusal", lenient)
 
 
-def lines_do_not_look_who_waits(patch: Patch) -> None:
+def items_do_not_look_who_waits(patch: Patch) -> None:
     next_start = SpareChoice._next
 
     def blind(self: SpareChoice) -> object:
@@ -308,7 +308,7 @@ def lines_do_not_look_who_waits(patch: Patch) -> None:
     patch.setattr(SpareChoice, "_next", blind)
 
 
-def lines_wait_beside_idle_engines(patch: Patch) -> None:
+def items_wait_beside_idle_engines(patch: Patch) -> None:
     patch.setattr(SpareChoice, "_beyond_reserve", lambda self, queues, engines: [])
 
 
@@ -481,8 +481,8 @@ BUGS: list[Callable[[Patch], None]] = [
     memory_stays_reserved,
     an_engine_that_fails_is_used_on,
     a_queue_takes_one_more_than_its_limit,
-    lines_do_not_look_who_waits,
-    lines_wait_beside_idle_engines,
+    items_do_not_look_who_waits,
+    items_wait_beside_idle_engines,
     the_ends_of_windows_are_not_watched,
     a_free_engine_is_overlooked_after_a_loss,
     decisions_depend_on_other_schedulers,
