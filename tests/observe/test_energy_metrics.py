@@ -93,12 +93,21 @@ async def test_power_is_sampled_in_the_background(monkeypatch: pytest.MonkeyPatc
     gpu = Gpu(power_mw=0)
     energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)), of_all_work=True)
 
+    reads = 0
+
+    def clock() -> float:
+        nonlocal reads
+        reads += 1
+        return now_s
+
     async def rest_at(at_s: float, power_mw: int) -> None:
+        """Stay so until a whole reading has begun and ended."""
         nonlocal now_s
         now_s, gpu.power_mw = at_s, power_mw
-        await asyncio.sleep(0.05)
+        before = reads
+        await until(lambda: reads >= before + 3)
 
-    async with energy.sampling(lambda: now_s):
+    async with energy.sampling(clock):
         for at_s, power_mw in ((0.0, 0), (1.0, 200_000), (2.0, 200_000), (3.0, 0)):
             await rest_at(at_s, power_mw)
     assert energy.joules(3.0) == pytest.approx(100 + 200 + 100)
