@@ -18,7 +18,7 @@ import pytest
 from front import until
 from raw_site import POST, Client, Site, site
 
-from llmserve.http import accepting, buffers, connection, protocol, server
+from llmserve.http import accepting, connection, protocol, server
 from llmserve.http import exchange as exchanges
 from llmserve.http.buffers import Buffers
 from llmserve.http.connection import Connection
@@ -108,19 +108,22 @@ async def test_unread_answers_count_for_their_holder() -> None:
         assert at.server.cut["buffers_full"] == 1
 
 
-async def test_the_memory_of_large_bodies_is_given_back_and_small_ones_are_not_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bodies_count_as_freed_memory_if_they_are_large() -> None:
+    memory = Buffers(1 << 30)
+    for size, number, freed in ((50_000, 200, 0), (1_000_000, 9, 9_000_000)):
+        for _ in range(number):
+            assert memory.keep("alice", size) is None
+            memory.release("alice", size)
+        assert memory.freed_bytes == freed
+
+
+async def test_freed_memory_is_given_back_once_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back = threading.Event()
     monkeypatch.setattr(server, "give_back", given_back.set)
     async with site() as at:
-        client = await at.client()
-        for size, number in ((50_000, 200), (1_000_000, 9)):
-            for _ in range(number):
-                await send_body(client, b"/v1/x", size)
-                assert (await client.answer())[0] == 200
-            await asyncio.sleep(0.1)
-            assert given_back.is_set() == (size > buffers.LARGE_BYTES)
+        at.server.shared.buffers.freed_bytes = server.FREED_BYTES + 1
+        await until(given_back.is_set)
+        assert at.server.shared.buffers.freed_bytes == 0
 
 
 # ---- turns of reading ------------------------------------------------------------------------------------------------
@@ -189,11 +192,12 @@ async def held(at: Site) -> tuple[Client, Exchange[None]]:
 
 
 async def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off() -> None:
-    async with site(client_stall_s=0.3) as at:
+    async with site() as at:
         client, exchange = await held(at)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         exchange.respond(200, [], b"a" * (64 << 20))
         await until(lambda: at.server.buffered_bytes > 0)
+        at.later(61.0)
         await until(lambda: not at.server.connections)
         assert at.server.cut["stalled"] == 1
         await until(lambda: at.server.buffered_bytes == 0)
@@ -239,7 +243,7 @@ async def test_a_client_that_closes_its_sending_side_is_answered() -> None:
     async with site() as at:
         client, exchange = await held(at)
         client.writer.write_eof()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)  # several looks at whether the client is gone
         assert at.echo.gone == []
         exchange.respond(200, [], b"late")
         assert await client.answer() == (200, b"late")
@@ -259,12 +263,12 @@ async def test_a_client_that_leaves_is_noticed_before_its_answer(end: str) -> No
 # ---- room for connections --------------------------------------------------------------------------------------------
 
 
-async def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "EVICT_AFTER_S", 0.05)
+async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
     async with site(connections_max=3) as at:
         busy, exchange = await held(at)
         for _ in range(20):
             await at.client()
+            at.later(server.EVICT_AFTER_S)
         asker = await at.client()
         await asker.send(POST)
         assert (await asker.answer())[0] == 200
@@ -279,7 +283,7 @@ async def test_beyond_the_limit_clients_wait_until_a_connection_ends() -> None:
         pairs = [await held(at) for _ in range(2)]
         late = await at.client()
         await late.send(POST)
-        await asyncio.sleep(0.2)
+        await until(lambda: at.server._acceptor._queued)
         assert len(at.server.connections) == 2
         pairs[0][1].keep_alive = False
         pairs[0][1].respond(200, [], b"")
@@ -293,8 +297,7 @@ async def test_half_of_the_files_are_left_to_engines(monkeypatch: pytest.MonkeyP
             assert at.server.connections_max == connections
 
 
-async def test_silent_connections_make_room_before_a_request_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "EVICT_AFTER_S", 0.05)
+async def test_silent_connections_make_room_before_a_request_that_arrives() -> None:
     async with site(connections_max=4) as at:
         client = await at.client()
         await client.send(POST[:-1])
@@ -305,26 +308,25 @@ async def test_silent_connections_make_room_before_a_request_that_arrives(monkey
         await until(lambda: sum(link._reader.has_head for link in at.server.connections) == 2)
         for _ in range(12):
             await at.client()
-            await asyncio.sleep(0.02)
+            at.later(server.EVICT_AFTER_S)
         await until(lambda: at.server.cut["evicted"] >= 5)
         await client.send(b"o")
         await kept.send(b"lo")
         assert [await client.answer(), await kept.answer()] == [ECHO, ECHO]
 
 
-async def test_a_body_that_nobody_reads_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "EVICT_AFTER_S", 0.05)
+async def test_a_body_that_nobody_reads_keeps_no_connection() -> None:
     async with site(connections_max=2) as at:
         for _ in range(2):
             client = await at.client()
             await client.send(b"GET /none HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n")
+        at.later(server.EVICT_AFTER_S)
         asker = await at.client()
         await asker.send(POST)
         assert await asker.answer() == ECHO
 
 
-async def test_clients_wait_for_a_connection_for_a_while_and_are_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "QUEUE_S", 0.3)
+async def test_clients_wait_for_a_connection_for_a_while_and_are_then_refused() -> None:
     async with site(connections_max=2) as at:
         busy = [await at.client() for _ in range(2)]
         for client in busy:
@@ -333,6 +335,8 @@ async def test_clients_wait_for_a_connection_for_a_while_and_are_then_refused(mo
         late = [await at.client() for _ in range(30)]
         for client in late:
             await client.send(POST)
+        await until(lambda: at.server._acceptor._queued)
+        at.later(accepting.QUEUE_S)
         for client in late:
             status, body = await client.answer()
             assert (status, b"connections_max" in body) == (503, True)
@@ -402,11 +406,13 @@ async def test_a_stop_lets_answers_out_and_closes_idle_connections_at_once() -> 
         await closing
 
 
-async def test_a_stop_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "CLOSE_STALL_S", 0.2)
+async def test_a_stop_does_not_wait_for_a_client_that_reads_nothing() -> None:
     async with site() as at:
         client, exchange = await held(at)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         exchange.respond(200, [], b"a" * (64 << 20))
-        await at.server.close()
+        closing = asyncio.ensure_future(at.server.close())
+        await until(lambda: at.server.buffered_bytes > 0)
+        at.later(connection.CLOSE_STALL_S + 1.0)
+        await closing
         assert at.server.cut["stalled"] == 1

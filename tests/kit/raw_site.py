@@ -86,6 +86,13 @@ class Site:
         self.echo = echo
         self.port = port
         self._clients: list[Client] = []
+        self._later_s = 0.0
+        now_s = server.shared.now_s
+        server.shared.now_s = lambda: now_s() + self._later_s
+
+    def later(self, seconds: float) -> None:
+        """Let the server's clock, not the event loop's, show a later time."""
+        self._later_s += seconds
 
     async def client(self) -> Client:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
