@@ -152,9 +152,7 @@ async def test_a_file_that_is_checked_and_then_opened_is_warned_of_once(
     async with FakeEngine() as engine:
         await start_front(engine, server=ServerConfig(port=0, api_key_file=str(keys)))
     warnings = [record.message for record in caplog.records if "other users of this machine" in record.message]
-    assert warnings == [f"other users of this machine can read or change {keys}: run `chmod 600 {keys}`"] * 2, (
-        "two uses"
-    )
+    assert warnings == [f"other users of this machine can read or change {keys}: run `chmod 600 {keys}`"], "two uses"
 
 
 def test_a_server_imports_nothing_of_a_feature_that_is_off() -> None:
