@@ -73,14 +73,17 @@ class Tried(Protocol):
 
 
 class Suspicious(Protocol):
-    """A batch. suspect : whether a request of it may have been the cause of a fault"""
+    """A batch. suspect : whether one of the requests may have been the cause of a fault"""
 
     @property
     def suspect(self) -> bool: ...
 
 
 class Circuit:
-    """faults_max: faults in a row that open the circuit; 0: never.  pause_s: the first pause; each next is doubled."""
+    """The circuit breaker of one engine.
+
+    faults_max : faults in a row that open the circuit; 0: never.  pause_s : the first pause; each next is doubled
+    """
 
     __slots__ = (
         *("_faults", "_faults_max", "_first_pause_s", "_pause_s", "_proofs", "_served"),
@@ -194,7 +197,7 @@ class Circuit:
 
 
 class Faults:
-    """Judges faults and answers of all engines. circuit_of : the circuit of an engine that was ever ready"""
+    """The judge of faults and answers of all engines. circuit_of : the circuit of an engine that was ever ready"""
 
     def __init__(self, circuit_of: Callable[[str], Circuit]) -> None:
         self._circuit_of = circuit_of

@@ -23,7 +23,7 @@ UNLISTED_MODELS_MAX = 256  # models that no engine has listed yet, and whose req
 
 
 class EngineBook:
-    """Records engines that come, close or are lost, and updates the requests.
+    """The record of engines that come, close or are lost, with the consequences for requests.
 
     circuit : makes a circuit breaker for a new engine
     """

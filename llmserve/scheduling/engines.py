@@ -62,7 +62,7 @@ class Worker:
 
 
 class Pace:
-    """Measured over profiled seconds of one model's batches on an engine.
+    """The ratio of measured to profiled seconds of one model's batches on an engine.
 
     before : the ratio from before the start, which counts as one answer; None: none is known.
 
@@ -334,7 +334,7 @@ class PrefixMemory:
 
 
 class EnginePool:
-    """The engines of a group.
+    """The engines of the scheduler.
 
     engines  all engines that were ever ready or expected, by name
     free     engines that take requests now, by name

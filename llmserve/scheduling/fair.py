@@ -7,10 +7,10 @@ weight. Of the waiting shares, the share with the smallest counter is served nex
     cost        PROMPT_WEIGHT * tokens of the prompt + ANSWER_WEIGHT * tokens of the answers
     at a start  the request's forecast is charged, so that many starts at once count with their likely cost
     at the end  the charge is trued up by the real length; a request that runs again is charged again
-    from idle   a share that begins to wait is lifted to the smallest counter of the waiting shares, or while no share
-                waits to the counter of the last that did: nobody saves up service
-    prefixes    the share that was served last is served again if its next prompt begins as the last one did, until the
-                share is ahead by two such prompts: an engine computes the common beginning once (locality in the manner
+    from idle   a share begins to wait with the smallest counter of the waiting shares at least, or while no share waits
+                with the counter of the last that did: nobody saves up service
+    prefixes    the share served last is served again if the next prompt begins as the last did, until the share is
+                ahead by two such prompts: an engine computes the common beginning once (locality in the manner
                 of DLPM: Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025). That is within VTC's bound.
     elsewhere   service by other schedulers is charged here, if the share waits here at the time: a share that does not
                 compete here cannot be ahead here

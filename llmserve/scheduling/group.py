@@ -137,7 +137,7 @@ class Group:
 
 
 class Forming:
-    """Forms batches out of bins.
+    """The forming of batches out of bins.
 
     batch_size  largest batch
     draining    whether arrivals have ended, so that bins wait for no further requests

@@ -23,7 +23,10 @@ ARRIVALS_LEAST = 8  # with fewer arrivals the rate counts as unknown (0)
 
 
 class Planner:
-    """Asks for plans of one model. bins : number.  rate_factor : change of the rate after which a new plan is wanted"""
+    """The questions for plans of one model.
+
+    bins : number of bins.  rate_factor : change of the rate after which a new plan is wanted
+    """
 
     def __init__(self, bins: int, lengths: SeenLengths, arrivals: Arrivals, *, rate_factor: float) -> None:
         self._bins = bins

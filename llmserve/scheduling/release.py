@@ -62,7 +62,7 @@ class _OldestFirst:
 
 @dataclass(frozen=True, slots=True)
 class Full(_OldestFirst):
-    """Release a batch when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
+    """Full batches only, of `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
     fills: ClassVar[bool] = False
     timed: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Full(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Timeout(_OldestFirst):
-    """Release a batch when it is full; or for a free engine, when its oldest request has waited `wait_s`.
+    """Full batches; or for a free engine, a batch whose oldest request has waited `wait_s`.
 
     While no engine is free, longer waiting costs nothing, but small batches would cost throughput.
     """
@@ -101,7 +101,7 @@ class Timeout(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Greedy(_OldestFirst):
-    """Release a batch when it is full, or all waiting requests as soon as an engine would otherwise idle."""
+    """Full batches, or all waiting requests as soon as an engine would otherwise idle."""
 
     waits: ClassVar[bool] = False
     timed: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class Greedy(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Window(_OldestFirst):
-    """Form a batch only when an engine is free, of neighbours by length in the window (queues.WindowQueue). The more
+    """Batches for free engines only, of neighbours by length in the window (WindowQueue). The more
     requests wait, the more alike are the lengths in a batch.
     """
 

@@ -21,7 +21,7 @@ REFUSALS_MAX = 8  # engines asked for one request: where a large fleet refuses a
 
 
 class RequestBook:
-    """Records each request from its arrival to its end.
+    """The record of each request, from its arrival to its end.
 
     by_id      all requests that wait or run
     deadlines  of the waiting requests
@@ -46,7 +46,7 @@ class RequestBook:
         self.actions: list[Action] = []
 
     def begin(self, now_s: float, actions: list[Action]) -> None:
-        """Begin a step: note its time and its list of actions, and touch the group if its wake-up time has come."""
+        """Begin a step, with its time and list of actions. A dispatch follows if the wake-up time has come."""
         self.now_s, self.actions, group = now_s, actions, self._group
         over = group.pool.paused and group.pool.end_pauses(now_s)
         self.touched = bool(over) or (group.wake_at_s is not None and group.wake_at_s <= now_s)

@@ -18,7 +18,7 @@ and c is learnt from arrivals. Each online arrival is played against every c of 
 The reserve is that of the least c under which at most WAIT_SHARE of the last arrivals would have waited for an item. So
 a burst that builds up no faster than items end needs a small reserve, however large the burst becomes.
 
-Where items may be stopped, no request waits for an item, and the share is that of the arrivals that stop one.
+Where items may be stopped, no request waits for an item; then the share counts the arrivals that stop one.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Accuracy:
 
 
 class Trust:
-    """Decides from answers whether bins by prediction are worth having (`trusted`).
+    """The decision from answers whether bins by prediction are worth having (`trusted`).
 
     window : last answers to judge by, >= WINDOW_MIN. Predictions are trusted at the start; the first check needs half a
     window.

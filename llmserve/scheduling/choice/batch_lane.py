@@ -218,7 +218,7 @@ class BatchLane:
 
 
 class ItemStops:
-    """Stops items for online requests that wait for a slot, in the queues or on an engine."""
+    """The stops of running items for online requests that wait for a slot, in the queues or on an engine."""
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book

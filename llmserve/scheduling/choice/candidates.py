@@ -56,7 +56,7 @@ class Opening(NamedTuple):
 
 
 class Candidates:
-    """The candidates of one dispatch of a group.
+    """The candidates of one dispatch.
 
     asks    whether releases may let bins wait
     skipped shares whose large batches others may pass on this engine

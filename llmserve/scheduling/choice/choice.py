@@ -19,7 +19,7 @@ Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` req
 
 
 class Choice:
-    """Chooses the batches that start in one dispatch of a group, and their engines.
+    """The choice of the batches that start in one dispatch, and of their engines.
 
     _alone : whether nothing else can start, so that an oversize request may start on an idle engine without its memory
     token (memory.py)

@@ -28,7 +28,7 @@ OrderOf = Callable[[Mapping[str, str | float]], Order]
 
 
 class Dispatch:
-    """Starts batches by an order.
+    """The starts of batches, by an order.
 
     order    which candidate is next
     forming  forms batches out of bins
@@ -109,7 +109,7 @@ class Dispatch:
         self.actions.append(StartBatch(engine.info.name, started))
 
     def start_direct(self, group: Group, start: Start, now_s: float) -> None:
-        """Start a batch that waited outside the queues, for no request that waits in them wants the engine."""
+        """Start a batch from outside the queues, because no waiting request wants the engine."""
         _, queues, batch, _ = start
         queues.hold(batch)
         batch.key = self.order.batch_key(batch)
@@ -126,7 +126,7 @@ class Dispatch:
 
 
 class FixedDispatch(Dispatch):
-    """Starts batches by an order with fixed keys; preempts nothing.
+    """Dispatch by an order with fixed keys, without preemption.
 
     order_of : makes an order by settings, for `tune`
     """

@@ -1,4 +1,4 @@
-"""Which batch starts next, and on which engine, in one dispatch of a group by an order with fixed keys.
+"""Which batch starts next, and on which engine, in one dispatch by an order with fixed keys.
 
 The order takes the first formed batch of all models, or lets the most urgent bin form one; then an engine is chosen.
 """
@@ -20,7 +20,7 @@ First = tuple[ModelQueues, FormedBatch]
 
 
 class FixedChoice(Choice):
-    """Chooses the batches that start in one dispatch of a group, by a fixed order.
+    """The choice of the batches that start in one dispatch, by an order with fixed keys.
 
     Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
     for room blocks all engines of the model, so that large batches do not wait for ever. A batch that needs more than a

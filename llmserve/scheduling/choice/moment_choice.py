@@ -1,4 +1,4 @@
-"""Which batch starts next, and on which engine, in one dispatch of a group by an order of the moment.
+"""Which batch starts next, and on which engine, in one dispatch by an order of the moment.
 
 The order compares all candidates that a free engine could run.
 """
@@ -25,7 +25,7 @@ Best = tuple[Key, Candidate]
 
 
 class MomentChoice(Choice):
-    """Chooses the batches that start in one dispatch of a group, by an order of the moment.
+    """The choice of the batches that start in one dispatch, by an order of the moment.
 
     For each free engine, the first of these that exists: a batch that another engine failed or lost, for it has waited
     longest; an overdue request without a deadline; the candidate of the smallest key among those in time with average

@@ -196,10 +196,10 @@ def turn(patience: float) -> Callable[[QueuedRequest], float]:
         allowance(s) = patience * m / 8 * ln(1 + 8 s / m),   m: the mean service time
 
     For a short request the allowance is about patience * s. So of two requests that arrive together, the shorter goes
-    first; and (in batches of one) a request that arrives more than `patience` times a request's predicted service after
-    that request does not overtake it. For a long request the allowance is far less than patience * s: otherwise the
-    longest answers would also wait longest, and lengthen the tail of the latency. With patience 0 the order is first
-    come, first served.
+    first; and (in batches of one) no request overtakes an earlier one that has waited for more than `patience` times
+    the earlier request's predicted service. For a long request the allowance is far less than patience * s: otherwise
+    the longest answers would also wait longest, and lengthen the tail of the latency. With patience 0 the order is
+    first come, first served.
 
     patience : >= 0, in units of predicted service.
     """
@@ -374,7 +374,7 @@ class Flex(MomentOrder):
         return (-count,)
 
     def may_stop(self, running: int, waiting: int, batch_size: int) -> bool:
-        """Bounds the size of a preempting batch: it may hold `waiting` requests and the preempted ones of its model."""
+        """Bounds the size of a preempting batch: `waiting` requests, and the preempted requests of the same model."""
         factor = self._factor
         return running * factor <= batch_size and running * (factor - 1.0) <= waiting
 

@@ -18,7 +18,7 @@ from llmserve.scheduling.queues.waiting import QueuedRequest
 
 
 class MomentDispatch(Dispatch):
-    """Starts and preempts batches by an order of the moment."""
+    """Dispatch by an order of the moment, with preemption."""
 
     order: MomentOrder
 

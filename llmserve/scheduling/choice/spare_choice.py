@@ -22,7 +22,7 @@ PASSED_MOST = 8  # items that a later one may pass because they do not fit an en
 
 
 class SpareChoice(Choice):
-    """Chooses the items that start in one dispatch of a group, after the requests in the group's queues.
+    """The choice of the items that start in one dispatch, after the requests in the queues.
 
     An item starts in a free slot if no request waits that the slot's engine serves, and more slots are free than the
     reserve (reserve.py). Items that end more slowly than their windows ask for use the reserve, too: that costs online

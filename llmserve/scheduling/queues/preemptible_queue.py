@@ -16,7 +16,7 @@ Row = list[tuple[float, int, Request]]  # (end of the window, number of the arri
 
 
 class PreemptibleQueue:
-    """The waiting items.
+    """The items that wait, and may be preempted once they run.
 
     waiting  by id: (end of the window, number of the arrival, item)
     rows     by model; none is empty
