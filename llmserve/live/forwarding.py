@@ -64,6 +64,7 @@ class Forwarding:
         "_delivery",
         "_ended",
         "_form",
+        "_is_stream",
         "_measured",
         "_named",
         "_owner",
@@ -77,7 +78,7 @@ class Forwarding:
         self.in_flight = in_flight
         self._owner = owner
         self._delivery, self._measured = in_flight.delivery, in_flight.measured
-        self._form = in_flight.call.wire.form or COMPLETION
+        self._form, self._is_stream = in_flight.call.wire.form or COMPLETION, in_flight.call.wire.stream
         self._ended = self._named = False
         self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
         self._measured.usage = None
@@ -117,13 +118,13 @@ class Forwarding:
 
     def _next(self) -> RequestEnded | None:
         """Return how the request ended; None: more follows. Raises EngineError."""
-        answer, in_flight = self._answer, self.in_flight
+        answer = self._answer
         if not answer.arrived():
             return None
-        if answer.served and in_flight.receipt is not None:
-            in_flight.receipt = msgspec.structs.replace(in_flight.receipt, **answer.served)
+        if answer.served and (receipt := self.in_flight.receipt) is not None:
+            self.in_flight.receipt = msgspec.structs.replace(receipt, **answer.served)
             answer.served = NOTHING
-        if in_flight.call.wire.stream and answer.status < 400:
+        if self._is_stream and answer.status < 400:
             return self._stream(answer)
         if (body := answer.body()) is None:
             return None
