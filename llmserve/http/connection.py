@@ -1,8 +1,9 @@
-"""One client's connection as a machine without I/O: bytes and time in; requests, bytes and a closed wire out.
+"""One client's connection as a machine without I/O: bytes and time in; requests, bytes and a closed transport out.
 
 `received`, `ended`, `lost` and `tick` tell the connection what has happened; the connection calls the handler
-(exchange.py) with requests, and writes to, holds back and closes a `Wire`. No event loop is known here: protocol.py
-drives the connection on asyncio, a test by a playbook. Requests are answered one after the other, in their order.
+(exchange.py) with requests, and writes to, holds back and closes a `Transport`. No event loop is known here:
+protocol.py drives the connection on asyncio, a test by a playbook. Requests are answered one after the other, in
+their order.
 
 The connection holds a client to its limits before anything is made of a request:
 
@@ -25,7 +26,7 @@ from typing import Any
 from llmserve.http.errors import Refusal
 from llmserve.http.exchange import BodySink, Exchange, Shared
 from llmserve.http.heads import too_large
-from llmserve.http.outflow import Outflow, Wire
+from llmserve.http.outflow import Outflow, Transport
 from llmserve.http.reader import RequestReader
 
 HEAD_S = 10.0
@@ -50,13 +51,13 @@ class Connection:
     half_closed  the client sends nothing more
     """
 
-    def __init__(self, shared: Shared, wire: Wire, peer: tuple[Any, ...] | None) -> None:
+    def __init__(self, shared: Shared, transport: Transport, peer: tuple[Any, ...] | None) -> None:
         now_s = shared.now_s()
         self.shared = shared
-        self.wire = wire
+        self.transport = transport
         self.peer = f"{peer[0]}:{peer[1]}" if peer else ""
         self.holder = self._address = peer[0] if peer else ""
-        self.out = Outflow(wire, now_s)
+        self.out = Outflow(transport, now_s)
         self.due_s = now_s + HEAD_S
         self.half_closed = False
         self._reader = RequestReader(self)
@@ -111,7 +112,7 @@ class Connection:
         shared = self.shared
         if now_s >= self.due_s:
             shared.cut[self._overdue()] += 1
-        unread = self.wire.get_write_buffer_size()
+        unread = self.transport.get_write_buffer_size()
         stall_s = shared.limits.client_stall_s
         if self.out.has_stalled(unread, now_s, min(CLOSE_STALL_S, stall_s) if shared.closing else stall_s):
             self.cut("stalled")
@@ -135,14 +136,14 @@ class Connection:
 
     def hold(self, reason: int) -> None:
         """Read nothing while there is a reason."""
-        if not self._held and not self.wire.is_closing():
-            self.wire.pause_reading()
+        if not self._held and not self.transport.is_closing():
+            self.transport.pause_reading()
         self._held |= reason
 
     def release(self, reason: int) -> None:
         held, self._held = self._held, self._held & ~reason
-        if held and not self._held and not self.out.closed and not self.wire.is_closing():
-            self.wire.resume_reading()
+        if held and not self._held and not self.out.closed and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _take(self, data: memoryview) -> None:
         """Read what came. Of many short requests, those behind the first ones wait unread until these are answered."""
@@ -291,7 +292,7 @@ class Connection:
         elif self._waiting:
             shared.call_soon(self.go_on)
         elif self.half_closed:
-            self.wire.close()
+            self.transport.close()
         elif reader.exchange is not None:  # the next request is on its way
             now_s = shared.now_s()
             self.due_s = now_s + (BODY_S if reader.has_head else HEAD_S)
@@ -314,25 +315,25 @@ class Connection:
         elif self._serving is not None:
             self._serving.keep_alive = False
         else:
-            self.wire.close()
+            self.transport.close()
 
     def cut(self, reason: str) -> None:
         """Close at once. reason : under which the connection is counted"""
         self.shared.cut[reason] += 1
-        self.wire.abort()
+        self.transport.abort()
 
     def _close_softly(self) -> None:
         """Close after the client has got the last bytes, although it may still be sending."""
-        if not self._reader.unheard or self.half_closed or not self.wire.can_write_eof():
-            self.wire.close()
+        if not self._reader.unheard or self.half_closed or not self.transport.can_write_eof():
+            self.transport.close()
             return
         self._reader.deaf = True
         self.release(TURN | BEHIND | SINK)
-        self.wire.write_eof()
+        self.transport.write_eof()
         self.due_s = self.shared.now_s() + LINGER_S
         first = self.shared.connections.linger(self)
         if first is not None:
-            first.wire.abort()
+            first.transport.abort()
 
     def _overdue(self) -> str:
         """Close because the client is late. Returns what was late."""
@@ -341,7 +342,7 @@ class Connection:
             late = "body" if self._reader.has_head else "head"
             self._refuse_reading(Refusal(408, "request_timeout", f"the {late} of the request did not arrive in time"))
             return f"slow_{late}"
-        self.wire.close()
+        self.transport.close()
         return "idle"
 
 

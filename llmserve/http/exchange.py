@@ -97,7 +97,7 @@ class Shared:
         self.call_soon = call_soon
         self.on_ended: Callable[[Exchange[Any]], object] | None = None
         self.buffers = Buffers(limits.buffers_bytes_max)
-        self.connections = Connections()
+        self.connections = OpenConnections()
         self.cut: Counter[str] = Counter()
         self.closing = False
         self.date = http_date()
@@ -111,7 +111,7 @@ class Shared:
             log.warning("%s sent no HTTP: %r; %d such requests so far", peer, str(error), self.cut["malformed"])
 
 
-class Connections:
+class OpenConnections:
     """The open connections of a server.
 
     idle       since when, the longest first

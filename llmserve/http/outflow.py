@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """What carries a connection's bytes: these methods of asyncio.Transport."""
 
     def write(self, data: bytes, /) -> None: ...
@@ -28,10 +28,10 @@ class Outflow:
     closed   whether the client has gone: then nothing is written
     """
 
-    def __init__(self, wire: Wire, now_s: float) -> None:
+    def __init__(self, transport: Transport, now_s: float) -> None:
         self.written = 0
         self.paused = self.closed = False
-        self._wire = wire
+        self._transport = transport
         self._taken = 0  # bytes that the client's system had taken at the last look
         self._progress_s = now_s  # when it last took some, or had all
         self._heard = -1  # bytes written when the silence of a stream began; -1: no stream is served
@@ -41,7 +41,7 @@ class Outflow:
     def write(self, data: bytes) -> None:
         if not self.closed:
             self.written += len(data)
-            self._wire.write(data)
+            self._transport.write(data)
 
     # ---- a client that reads slowly ----
 

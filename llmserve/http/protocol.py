@@ -68,9 +68,9 @@ class ConnectionProtocol(asyncio.BufferedProtocol):
         self._on_lost = on_lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        wire = cast(asyncio.Transport, transport)
-        wire.set_write_buffer_limits(high=self._shared.limits.buffer_bytes_max)
-        self.connection = Connection(self._shared, wire, transport.get_extra_info("peername"))
+        carrying = cast(asyncio.Transport, transport)
+        carrying.set_write_buffer_limits(high=self._shared.limits.buffer_bytes_max)
+        self.connection = Connection(self._shared, carrying, transport.get_extra_info("peername"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._turns.buffer
@@ -104,7 +104,7 @@ def check_gone(connection: Connection) -> None:
     """Close the connection if the client that has closed its sending side has gone altogether."""
     if not connection.half_closed or connection.out.closed:
         return
-    transport = cast(asyncio.Transport, connection.wire)
+    transport = cast(asyncio.Transport, connection.transport)
     sock = transport.get_extra_info("socket")
     try:
         gone = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE

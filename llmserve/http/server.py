@@ -145,7 +145,7 @@ class Server:
                 while self.connections or self._acceptor.arriving:  # noqa: ASYNC110 (bounded, once)
                     await asyncio.sleep(0.01)
         for connection in list(self.connections):
-            connection.wire.abort()
+            connection.transport.abort()
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._acceptor.close()

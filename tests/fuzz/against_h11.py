@@ -50,8 +50,8 @@ class Outcome:
 # ---- this server ----------------------------------------------------------------------------------------------------
 
 
-class Wire:
-    """A wire without a socket: what is written stays here."""
+class Transport:
+    """A transport without a socket: what is written stays here."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -109,21 +109,21 @@ class Recorder:
 
 def ours(pieces: list[bytes]) -> Outcome:
     """What this server sees. Each request gets exactly one final answer, and interim ones before it only."""
-    recorder, wire = Recorder(), Wire()
+    recorder, transport = Recorder(), Transport()
     soon: list[Callable[[], None]] = []
     shared = Shared(recorder, LIMITS, lambda: 0.0, soon.append)
     shared.malformed = lambda peer, error: setattr(recorder.outcome, "reason", str(error))  # type: ignore[method-assign]
-    connection = Connection(shared, wire, None)
+    connection = Connection(shared, transport, None)
     for piece in pieces:
         for start in range(0, len(piece), READ_BYTES):
-            _turn(soon, until=lambda: not wire.paused or wire.closing)
-            if wire.closing:
+            _turn(soon, until=lambda: not transport.paused or transport.closing)
+            if transport.closing:
                 break
             connection.received(memoryview(piece[start : start + READ_BYTES]))
-    _turn(soon, until=lambda: not soon or wire.closing)
+    _turn(soon, until=lambda: not soon or transport.closing)
     connection.lost()
-    answers = wire.written.replace(CONTINUE, b"").count(b"HTTP/1.1 ")
-    assert answers == len(recorder.outcome.requests) + recorder.outcome.refused, wire.written
+    answers = transport.written.replace(CONTINUE, b"").count(b"HTTP/1.1 ")
+    assert answers == len(recorder.outcome.requests) + recorder.outcome.refused, transport.written
     assert shared.buffers.used_bytes == 0
     return recorder.outcome
 

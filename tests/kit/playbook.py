@@ -127,7 +127,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Does:
-    """What the connection asks of its wire: pause, resume, half-close, close, abort."""
+    """What the connection asks of its transport: pause, resume, half-close, close, abort."""
 
     what: str
 
@@ -149,8 +149,8 @@ def refused(reason: bytes, status: int) -> bytes:
 # ---- the players ----------------------------------------------------------------------------------------------------
 
 
-class Wire:
-    """A wire without a socket, for Connection: what is done to it is noted."""
+class Transport:
+    """A transport without a socket, for Connection: what is done to it is noted."""
 
     def __init__(self, done: list[Any]) -> None:
         self._done = done
@@ -254,8 +254,8 @@ class Playbook:
         )
         self.shared = beside.shared if beside is not None else shared
         self.shared.date = b"D"
-        self.wire = Wire(self.done)
-        self.connection = Connection(self.shared, self.wire, ("192.0.2.1", 1))
+        self.transport = Transport(self.done)
+        self.connection = Connection(self.shared, self.transport, ("192.0.2.1", 1))
         self._begun: Exchange[None] | None = None
 
     def __rshift__(self, event: Any) -> Playbook:
@@ -279,11 +279,11 @@ class Playbook:
                 self.connection.received(memoryview(data))
             case Ended():
                 if not self.connection.ended():
-                    self.wire.close()
+                    self.transport.close()
             case Lost():
                 self.connection.lost()
             case At(now_s, unread):
-                self.clock.now_s, self.wire.unread = now_s, unread
+                self.clock.now_s, self.transport.unread = now_s, unread
                 self.connection.tick(now_s)
             case Turn():
                 soon, self.soon[:] = self.soon[:], []
