@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import openai
 import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 
-from llmserve.engines.timed.server import FakeEngine
+from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.jobs.run import input_checker
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 LINES = 60
+BEGUN = 24  # lines that the engine of a first server answers, however late the test looks
 
 
 def config(engine: FakeEngine, home: Path) -> Config:
@@ -30,6 +32,19 @@ def config(engine: FakeEngine, home: Path) -> Config:
 
 def lines(name: str) -> bytes:
     return jsonl([request(number, user=name, max_tokens=5) for number in range(LINES)])
+
+
+class Begun(deque[bytes]):
+    """The bodies of an engine, which answers only the first ones."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def append(self, body: bytes) -> None:
+        super().append(body)
+        if len(self) > BEGUN:
+            self._engine.fault = Fault("hang")
 
 
 async def begun(client: openai.AsyncOpenAI, batch_id: str) -> None:
@@ -101,13 +116,14 @@ DAMAGES = [cut, gone, emptied, wrong, changed]
 async def test_a_damaged_file_stops_its_own_batch_at_most(
     tmp_path: Path, part: Callable[[Path, str], Path], damage: Callable[[Path], None]
 ) -> None:
-    async with FakeEngine(slots=8, step_s=0.01) as engine:
+    async with FakeEngine(slots=8, step_s=0.001) as engine:
+        engine.bodies = Begun(engine)
         async with serving(config(engine, tmp_path)) as (_, url):
             client = client_of(url)
             hurt, other = await create(client, lines("hurt")), await create(client, lines("other"))
             await begun(client, hurt.id)
         damage(part(tmp_path, hurt.id))
-        engine.bodies.clear()
+        engine.bodies, engine.fault = deque(), Fault()
         async with serving(config(engine, tmp_path)) as (_, url):
             client = client_of(url)
             assert (await ended(client, other)).status == "completed"
