@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
 import re
 import subprocess
@@ -36,7 +37,7 @@ from behaviour.masks import masked, masked_journal
 ROOT = Path(__file__).resolve().parents[2]
 START_S, COMMAND_S = 60.0, 60.0
 PAUSE_S = 0.004  # between two requests, so that what is learnt of an answer is learnt before the next
-DIFFERENCE_LINES = 12
+DIFFERENCE_LINES, LINE_CHARS = 12, 400  # of a difference that is printed
 SIMULATIONS: dict[str, tuple[str, ...]] = {
     "the defaults": (),
     "edf with deadlines": ("--order", "edf", "--slo-s", "20"),
@@ -223,9 +224,13 @@ def seen_by(checkout: Checkout, engines: Checkout, part: Arrangement | None) -> 
 
 def difference(before: bytes, now: bytes) -> list[str]:
     sides = [text.decode(errors="backslashreplace").splitlines() for text in (before, now)]
-    lines = [line[:400] for line in difflib.unified_diff(*sides, "before", "now", lineterm="", n=0)]
+    lines = list(difflib.unified_diff(*sides, "before", "now", lineterm="", n=0))
+    for number, (line, other) in enumerate(itertools.pairwise(lines)):
+        if line[:1] == "-" and other[:1] == "+" and len(line) > LINE_CHARS and len(other) > LINE_CHARS:
+            same = next((n for n, (a, b) in enumerate(zip(line[1:], other[1:], strict=False)) if a != b), 0)
+            lines[number : number + 2] = [f"{text[0]}...{text[1 + max(0, same - 60) :]}" for text in (line, other)]
     more = [f"... {len(lines) - DIFFERENCE_LINES} further lines"] if len(lines) > DIFFERENCE_LINES else []
-    return [*lines[:DIFFERENCE_LINES], *more]
+    return [*[line[:LINE_CHARS] for line in lines[:DIFFERENCE_LINES]], *more]
 
 
 def compared(name: str, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> tuple[int, int]:
