@@ -280,7 +280,7 @@ class OpenAIEngine:
         turn = batch.turn
         if call.wire.form is not None and not call.wire.form.takes_priority:
             turn = None
-        elif turn is None and call.priority:  # the client's is the front-end's, tenants/shares.py
+        elif turn is None and call.priority:  # the client's `priority` is for the scheduler (tenants/shares.py)
             turn = 0.0
         return self._asked(HttpAnswer, opening + further.encode("latin-1"), call, turn, on_change)
 

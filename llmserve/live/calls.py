@@ -194,7 +194,7 @@ class Calls:
 
     def _error_of(self, in_flight: InFlightCall, action: FailRequest) -> RequestError:
         call, models = in_flight.call, self.fleet.models
-        if action.reason == "model_not_found":  # or the queue that no engine lists was a lane
+        if action.reason == "model_not_found":  # the unknown name may be a lane, not a model
             return (
                 self.routes.missing(call.wire.path, call.model)
                 if call.model in models

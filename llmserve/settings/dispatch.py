@@ -40,13 +40,13 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_target_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="under --release table: limit of the mean response time, with the least energy. Instead of a "
-            "weight; under deadline: the deadline of requests without an earlier deadline"
+            description="under --release table: limit of the mean response time, reached with the least energy; "
+            "replaces the weight. Under --release deadline: the deadline of requests without an earlier one"
         ),
     ] = None
     latency_target_percentile: Annotated[
         Annotated[float, Meta(ge=50, lt=100)] | None,
-        Meta(description="percentile of the response times that the target limits (default: the mean)"),
+        Meta(description="percentile of the response times to which the target applies (default: the mean)"),
     ] = None
 
     def profiles(self) -> dict[str, Profile]:

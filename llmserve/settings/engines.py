@@ -52,15 +52,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="URL engines start waiting requests by the field `priority` (vLLM with --scheduling-policy "
-            "priority): each request carries its turn, so that the engine keeps the order. vLLM that llmserve starts "
-            "does so unless its arguments say otherwise"
+            "priority): each request carries its place in the order, so that the engine keeps the order. "
+            "vLLM servers that llmserve starts do this unless their arguments say otherwise"
         ),
     ] = False
     engines_are_groups: Annotated[
         bool,
         Meta(
-            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key: this "
-            "server is a door. It checks keys and limits, and tells the group's server who asks"
+            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key. "
+            "This server is then a door: it checks keys and limits, and tells the group's server for which client a "
+            "request is"
         ),
     ] = False
     barrier: Annotated[
@@ -69,8 +70,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     alias: Annotated[
         tuple[str, ...],
         Meta(
-            description="another name of a model; repeat for several names, and to give a name several models: the "
-            "first whose engine is up gets the request. A name may be a model's own, to give it fallbacks",
+            description="another name of a model; repeat for several names, or to give a name several models, of which "
+            "the first one with an engine that is up gets the request. A model's own name may be used, to "
+            "give the model fallbacks",
             extra={"metavar": "NAME=MODEL"},
         ),
     ] = ()
@@ -94,31 +96,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: Annotated[
         str | None,
         Meta(
-            description="file of `llmserve plan`: groups of workers, with their models and streams. With --group, this "
-            "is the server of one of them. With --engines-are-groups, this is their door, and the engine NAME=URL is "
-            "the server of the group NAME. `llmserve up` starts them all"
+            description="file of `llmserve plan`: groups of workers, with their models and streams. With --group, "
+            "this server is that of one group. With --engines-are-groups, this server is the door, and the engine "
+            "NAME=URL is the server of group NAME. `llmserve up` starts them all"
         ),
     ] = None
     group: Annotated[
         str | None,
         Meta(
-            description="serve only one group of --plan: its models, on its workers in the plan, or else on the "
-            "workers of no group; `fallback` is the group of all models and workers that the plan does not name"
+            description="serve only one group of --plan: its models, on the workers that the plan names for it, "
+            "otherwise on workers of no group. `fallback`: all models and workers that the plan does not "
+            "name"
         ),
     ] = None
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("plan_instance", "replan_every_s"), REPLANNING)
 
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
     engine_idle_s: Annotated[
-        float, Meta(gt=0, description="longest silence of an engine inside a stream; comments and pings are silence")
+        float,
+        Meta(gt=0, description="longest silence of an engine within a stream; comments and pings count as silence"),
     ] = 600.0
     engine_answer_s: Annotated[
-        float, Meta(gt=0, description="longest time of an answer, from the request to the last byte")
+        float, Meta(gt=0, description="longest duration of an answer, from the request to the last byte")
     ] = 3600.0
     engine_answer_bytes_max: Annotated[
-        int, Meta(ge=1, description="largest answer that is not streamed, bytes: it is in memory until it is complete")
+        int,
+        Meta(
+            ge=1, description="largest answer that is not streamed, in bytes; it stays in memory until it is complete"
+        ),
     ] = 64 << 20
-    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine's process")] = 600.0
+    engine_start_s: Annotated[
+        float, Meta(gt=0, description="longest time that an engine process may take to start")
+    ] = 600.0
 
     @property
     def has_vllm(self) -> bool:

@@ -27,26 +27,26 @@ class JobsConfig(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "DIR"},
         ),
     ] = None
-    batch_days: Annotated[int, Meta(ge=1, le=3650, description="how long files, and batches that ended, are kept")] = 30
+    batch_days: Annotated[int, Meta(ge=1, le=3650, description="how long files and ended batches are kept")] = 30
     batch_tokens_max: Annotated[
         int,
         Meta(
             ge=0,
-            description="tokens of prompts and answers, estimated, that the batches in progress of one key may have; "
-            "0: no limit",
+            description="estimated tokens of prompts and answers that one key's batches in progress may have; 0: no "
+            "limit",
         ),
     ] = 0
     batch_active_max: Annotated[
         int,
         Meta(
             ge=0,
-            description="batches of one key that have not ended; a further one is refused with 429. Each costs some kB "
-            "of memory, and a place in the list that the server looks through each second; 0: no limit",
+            description="unfinished batches of one key; a further one is refused with 429. Each costs some kB of "
+            "memory, and is looked at every second; 0: no limit",
         ),
     ] = 200
-    batch_active_total_max: Annotated[
-        int, Meta(ge=0, description="batches of all keys that have not ended, likewise; 0: no limit")
-    ] = 2_000
+    batch_active_total_max: Annotated[int, Meta(ge=0, description="unfinished batches of all keys; 0: no limit")] = (
+        2_000
+    )
     batch_files_max: Annotated[int, Meta(ge=0, description="files of one key; 0: no limit")] = 10_000
     batch_bytes_max: Annotated[int, Meta(ge=0, description="bytes of all files together; 0: no limit")] = 0
     batch_webhook: Annotated[

@@ -13,13 +13,15 @@ from llmserve.settings.deadlines import DefaultDeadlines
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of requests and keys"""
 
-    body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes, also when unpacked")] = 16 << 20
+    body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body in bytes, also after unpacking")] = (
+        16 << 20
+    )
     buffers_bytes_max: Annotated[
         int,
         Meta(
             ge=1,
-            description="bytes of requests and unread answers in memory. A key (without keys, an address) has at most "
-            "as many as are still free: its further bodies get status 503",
+            description="bytes of requests and unread answers in memory. A key (without keys, an address) may hold at "
+            "most as many as are still free; its further bodies get status 503",
         ),
     ] = 1 << 30
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
@@ -36,7 +38,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     fair_by: Annotated[
         Literal["key", "stream", "address", "none"] | None,
         Meta(
-            description="who gets equal shares of the engines while requests wait, by tokens of prompts and answers: "
+            description="what gets equal shares of the engines while requests wait, by tokens of prompts and answers: "
             "each API key, stream or client address (default: key with --api-key-file, else none)"
         ),
     ] = None
@@ -49,8 +51,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=1,
-            description="part of the keys' limits that this server may use at first, where several servers share the "
-            "keys: `llmserve up` sets it, and deals the parts anew each second",
+            description="part of the keys' limits that this server may use at first, if several servers share the "
+            "keys. `llmserve up` sets it, and adjusts the parts every second",
         ),
     ] = 1.0
     slo_ms: Annotated[

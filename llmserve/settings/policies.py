@@ -117,16 +117,16 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     release: Annotated[
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            description="when a bin releases a batch: window, greedy, timeout, full, static:B, rate-headroom, deadline "
-            "or table. Any release works with any order. window: when an engine is free, requests of similar length "
-            "among the first --window waiting requests, without those that would make the others wait too long, useful "
-            "where batches run to their end; under flex and clockwork the requests that can meet their deadlines. "
-            "greedy: a full batch, or any batch for an idle engine. timeout: a full batch, or the oldest request has "
-            "waited batch-wait-s. full: full batches; static:B: batches of B. rate-headroom: BatchMonitor's smallest "
-            "batch that keeps up with arrivals, with head-room and a limit to waiting. deadline: the largest batch "
-            "within the deadline. table: least cost, or least energy within a latency target, from the profile and the "
-            "current load. With bins or edges, the default is greedy, and under flex and clockwork "
-            f"{DEFAULTS[MOMENT].release} {_by_engines('release')}",
+            description="when a bin releases a batch: window, greedy, timeout, full, static:B, rate-headroom, "
+            "deadline or table. Any release works with any order. window: when an engine is free, requests of "
+            "similar length among the first --window waiting requests, except those that would make the others wait "
+            "too long; useful where batches run to their end. Under flex and clockwork, the requests that can meet "
+            "their deadlines. greedy: a full batch, or any batch for an idle engine. timeout: a full batch, or the "
+            "oldest request has waited batch-wait-s. full: full batches; static:B: batches of B. rate-headroom: "
+            "BatchMonitor's smallest batch that keeps up with arrivals, with some headroom and a limit to the wait. "
+            "deadline: the largest batch within the deadline. table: least cost, or least energy within a latency "
+            "target, from the profile and the current load. With bins or edges, the default is greedy, and under "
+            f"flex and clockwork {DEFAULTS[MOMENT].release} {_by_engines('release')}",
             extra={
                 "metavar": "NAME",
                 "takes": "window, greedy, timeout, full, static:B, rate-headroom, deadline or table",
@@ -136,7 +136,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="under --release window: number of first requests of a bin among which a batch is chosen, at "
+            description="under --release window: how many of the first requests of a bin a batch is chosen from, at "
             f"least a batch (default: {WINDOW_BATCHES} batches)"
         ),
     ] = None
@@ -157,11 +157,11 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="which batch runs next: fffs, shortest, boost, edf, flex, clockwork or a custom order. "
             "Orders of formed batches: fffs (first formed, first served), shortest (shortest predicted first, ageing "
-            "by --patience), boost (by arrival less a boost for short answers that follows the load), "
-            "edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
-            "can meet its deadlines, which may preempt far smaller batches: Shepherd), clockwork (the earliest "
-            "deadline that can be met). MODULE:FUNCTION names a custom order: a function without arguments that "
-            f"returns the order {_by_engines('order')}",
+            "by --patience), boost (by arrival time minus a boost for short answers, which adapts to the load), edf "
+            "(earliest deadline first). Orders of all waiting requests: flex (the largest batch that can meet its "
+            "deadlines, which may preempt far smaller batches: Shepherd), clockwork (the earliest deadline that can "
+            "be met). MODULE:FUNCTION names a custom order: a function without arguments that returns the order "
+            f"{_by_engines('order')}",
             extra={"metavar": "NAME", "takes": "fffs, shortest, boost, edf, flex, clockwork or MODULE:FUNCTION"},
         ),
     ] = None
@@ -169,19 +169,22 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["on", "off", "if-needed"],
         Meta(
             description="under --order flex: whether a larger batch may preempt a batch that runs to its end and has "
-            "not sent any byte; if-needed: only if otherwise more requests would be late (avoids most preemptions at "
+            "not sent a byte; if-needed: only if more requests would otherwise be late (avoids most preemptions at "
             "low load; Shepherd uses the factor alone)"
         ),
     ] = "on"
     preemption_factor: Annotated[
-        float, Meta(gt=1, description="under --order flex: least ratio of the two batches' sizes for a preemption")
+        float,
+        Meta(
+            gt=1, description="under --order flex: smallest ratio of the two batch sizes at which a batch is preempted"
+        ),
     ] = PREEMPTION_FACTOR
     patience: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="under --order shortest, which it selects if no order is set: a later request does not "
-            "overtake an earlier one if it arrives more than this many times the earlier request's predicted service "
-            f"time after it (default: {PATIENCE:g})"
+            description="under --order shortest, which it selects if no order is set: a request cannot be overtaken by "
+            "one that arrives more than this many times its own predicted service time later (default: "
+            f"{PATIENCE:g})"
         ),
     ] = None
     bins_by: Annotated[
@@ -200,23 +203,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "mass"
     edges_window: Annotated[
-        int, Meta(ge=1, description="last predictions and answers that the edges are fitted to")
+        int, Meta(ge=1, description="number of recent predictions and answers to which the edges are fitted")
     ] = 4096
-    edges_refit_every: Annotated[int, Meta(ge=0, description="arrivals between two fits of the edges; 0: never")] = 256
+    edges_refit_every: Annotated[
+        int, Meta(ge=0, description="arrivals between two fits of the edges; 0: the edges are never fitted again")
+    ] = 256
     trust_window: Annotated[
         int,
         Meta(
             ge=WINDOW_MIN,
-            description="last answers by which predictions are judged, or 4 x bins (under --release window: 32) x "
-            "batch-size if larger; while predictions rank answers no better than chance, only one bin is used",
+            description="number of recent answers by which predictions are judged, or 4 x bins (under --release "
+            "window: 32) x batch-size if that is larger; while predictions rank answers no better than chance, only "
+            "one bin is used",
         ),
     ] = 256
     line_stops: LineStops = 1.0
-    queue_requests_max: Annotated[int, Meta(ge=1, description="limit of waiting requests; above it, 429")] = 10_000
+    queue_requests_max: Annotated[
+        int, Meta(ge=1, description="limit of waiting requests; further requests get 429")
+    ] = 10_000
     retries_max: RetriesMax = 2
     engine_wait_s: Annotated[
         float,
-        Meta(ge=0, description="how long a request waits for an engine that is expected when none is up; then 503"),
+        Meta(
+            ge=0,
+            description="how long a request waits, while no engine is up, for one that is expected; then it gets 503",
+        ),
     ] = 30.0
     circuit_faults_max: Annotated[
         int,

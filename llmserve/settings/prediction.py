@@ -29,8 +29,8 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="templates and applications whose recent answer lengths are remembered; 0: none, and the words "
-            "of prompts teach nothing",
+            description="number of templates and applications whose recent answer lengths are remembered; 0: none, and "
+            "nothing is learnt from the words of prompts",
         ),
     ] = 10_000
     record: Annotated[

@@ -18,19 +18,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str | None,
         Meta(
-            description="file of keys: `name: key` lines, or a *.toml file. Each key may have limits, a weight and "
-            "budgets there. Without the file no key is required"
+            description="file of keys: `name: key` lines, or a *.toml file. A *.toml file may give each key limits, a "
+            "weight and budgets. Without the file, no key is required"
         ),
     ] = None
     door_key_file: Annotated[
         str | None,
         Meta(
-            description="file with the key of doors, servers with --engines-are-groups: who has this key says whose "
-            "requests these are. Without --api-key-file only doors are served"
+            description="file with the key of doors (servers with --engines-are-groups). Whoever sends this key may "
+            "say for which client a request is. Without --api-key-file, only doors are served"
         ),
     ] = None
     admin_key_file: Annotated[
-        str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
+        str | None, Meta(description="file with the key of /admin. Without the file, /admin is disabled")
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
     cors_origin: Annotated[
@@ -45,9 +45,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="name under which clients reach a server that listens on loopback without keys, such as "
-            "chat.example.com behind a proxy; *: any; repeat for several. Addresses, names without a dot and names of "
-            "local networks (.local, .internal) need none: other names could be a web page's, which calls the server "
-            "from a browser on the same machine (default: none)",
+            "chat.example.com behind a proxy; *: any; repeat for several. IP addresses, names without a dot and names "
+            "of local networks (.local, .internal) are always allowed. Any other name could belong to a web page that "
+            "calls the server from a browser on the same machine (default: none)",
             extra={"metavar": "NAME"},
         ),
     ] = ()
@@ -55,50 +55,55 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="address or network of a proxy in front of the server, such as 10.0.0.0/8, whose "
-            "X-Forwarded-For says who the client is: for --fair-by address, and for the shares of the buffers; repeat "
-            "for several (default: none)",
+            "X-Forwarded-For header names the client (for --fair-by address, and to divide the buffers); repeat for "
+            "several (default: none)",
             extra={"metavar": "ADDRESS"},
         ),
     ] = ()
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(
-            description="a second port, on which /metrics, /health and /ready answer without a key (default: none; "
-            "with --api-key-file, /metrics and the engines of /ready need a key on the port of clients)"
+            description="a second port that serves /metrics, /health and /ready without a key (default: none; with "
+            "--api-key-file, /metrics and the engines of /ready need a key on the port of clients)"
         ),
     ] = None
     metrics_host: Annotated[str | None, Meta(description="address of --metrics-port (default: 127.0.0.1)")] = None
-    drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
+    drain_s: Annotated[
+        float, Meta(ge=0, description="how long the server waits for running requests when it stops")
+    ] = 30.0
     journal: Annotated[
-        str | None, Meta(description="file for every scheduling step, as JSON lines. A file that exists is continued")
+        str | None, Meta(description="file for every scheduling step, as JSON lines. An existing file is continued")
     ] = None
     state: Annotated[
         str | None,
         Meta(
-            description="folder in which what was learnt is kept for the next start, and written every minute and at "
-            "the end: lengths under hashes of prompts, sums of what a predictor knows of them, which key has asked for "
-            "which response of /v1/responses, no text of a prompt or an answer (default: none is kept)",
+            description="folder that keeps what the server has learnt for the next start. It is written every minute "
+            "and at the end, and holds lengths under hashes of prompts, sums from the predictor, and which key has "
+            "asked for which response of /v1/responses, but no text of a prompt or an answer (default: nothing is "
+            "kept)",
             extra={"metavar": "DIR"},
         ),
     ] = None
     usage_file: Annotated[
         str | None,
         Meta(
-            description="SQLite file that keeps what keys have spent of their budgets; several servers may share one "
+            description="SQLite file that records what keys have spent of their budgets; several servers may share one "
             "(default: usage.sqlite in the folder of --state)"
         ),
     ] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
+    ] = "info"
     log_format: Annotated[
-        LogFormat, Meta(description="lines of the log on standard error: text, or a JSON object each")
+        LogFormat, Meta(description="format of log lines on standard error: text, or one JSON object per line")
     ] = "text"
     traces_sample: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="share of the requests whose spans are sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT; the flag "
-            "of a client's `traceparent` decides for its request. 0: no request is traced. Needs the extra `traces`",
+            description="fraction of requests whose spans are sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT. A client's "
+            "`traceparent` decides for its own request. 0: no request is traced. Needs the extra `traces`",
         ),
     ] = 0.0
     access_log: Annotated[
