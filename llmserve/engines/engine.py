@@ -47,7 +47,7 @@ class EngineError(Exception):
 class Endpoints:
     """The paths of an engine's endpoints.
 
-    told : as the engine lists them; None: the engine publishes no list, so every path counts until the engine rejects it
+    told : as the engine lists them; None: it publishes no list, so every path counts until the engine rejects it
     """
 
     def __init__(self, told: frozenset[str] | None = None) -> None:

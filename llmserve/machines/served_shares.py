@@ -1,8 +1,9 @@
 """What shares are served, told between the groups that serve the same model once a second: fair shares of all of them.
 
-Groups exchange served tokens, so that each group's counter of a waiting share covers all groups. A report is at most one
-exchange old: until the next one, a share can be ahead by what the other groups serve it in that time. A group that does
-not answer gets no report, and its own report comes later, or is lost with the group. Without a controller each group is fair by itself.
+Groups exchange served tokens, so that each group's counter of a waiting share covers all groups. A report is at most
+one exchange old: until the next one, a share can be ahead by what the other groups serve it in that time. A group that
+does not answer gets no report, and its own report comes later, or is lost with the group. Without a controller each
+group is fair by itself.
 """
 
 from __future__ import annotations
