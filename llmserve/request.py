@@ -128,7 +128,7 @@ class Written(msgspec.Struct, frozen=True):
     before: bytes
 
 
-class Wire(msgspec.Struct, frozen=True):
+class Wire(msgspec.Struct, frozen=True, gc=False):
     """What an engine is sent, and how its answer is read. The engine gets the client's bytes, except for `written`.
 
     path          the endpoint, e.g. "/v1/chat/completions"
@@ -170,7 +170,7 @@ class Wire(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, body=body, written=written)
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class Bounds(msgspec.Struct, frozen=True, gc=False):
     """What is certain of a call's length before the call runs.
 
     choices            number of answers (`n` times the prompts), which share one count of output tokens; 0: none,
@@ -190,7 +190,7 @@ class Bounds(msgspec.Struct, frozen=True):
     context_min: int = 0
 
 
-class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """For whom a call is served, and on which terms: all that the body does not say.
 
     A gateway in front of other servers forwards the terms of each call in one header (wire/terms.py), so the
@@ -216,7 +216,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     after_tokens: float = LAST
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, gc=False):
     """A client's request for an engine. The stages of its admission make it once (gateway/stages.py).
 
     prompt          input of the length predictor

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
-class Draft(msgspec.Struct):
+class Draft(msgspec.Struct, gc=False):
     """What is known of a call so far. Stages fill in the fields; `call` makes the Call of them, once.
 
     headers   the client's, with lower-case names
@@ -81,7 +81,7 @@ class Draft(msgspec.Struct):
     def call(self) -> Call:
         """The call as the stages have decided."""
         prompt = self.prompt
-        if (self.model, self.key) != (prompt.model, prompt.sender):
+        if self.model != prompt.model or self.key != prompt.sender:
             prompt = replace(prompt, model=self.model, sender=self.key)
         return Call(
             self.wire,

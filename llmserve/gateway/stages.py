@@ -93,7 +93,7 @@ def of_clients(
         last=[
             *_naming(cluster, aliases),
             own_stream,
-            default_deadline(DefaultDeadlines(config.slo_ms)),
+            *([default_deadline(DefaultDeadlines(config.slo_ms))] if config.slo_ms else []),
             FAIR_BY[fair_by],
             *_placing(cluster),
         ],
@@ -213,9 +213,9 @@ def default_deadline(deadlines: DefaultDeadlines) -> Stage:
 
 def _share(draft: Draft, name: str) -> None:
     assert draft.account is not None, "a client's request has an account"
-    share = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
-    if share != (draft.share, draft.weight):  # a journal leaves a default out only if the default itself is there
-        draft.share, draft.weight = share
+    share, weight = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
+    if share != draft.share or weight != draft.weight:  # a journal leaves a default out only if it is the very object
+        draft.share, draft.weight = share, weight
 
 
 def share_of_key(draft: Draft) -> None:

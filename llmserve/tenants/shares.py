@@ -19,8 +19,6 @@ ANY_LATER = (0, 2**31)
 
 def level_of(policy: KeyPolicy, key: str, tier: str, priority: int) -> int:
     """How many levels the request stands back. Raises BadRequest when its key may not ask for that."""
-    if not tier and not priority:
-        return 0
     if tier in LEVELS and tier not in policy.tiers:
         raise BadRequest(
             f"{_who(key)} may not ask for the service tier {tier!r}; it may ask for {', '.join(policy.tiers)}",
@@ -49,5 +47,5 @@ def shared_by(fair_by: str | None, *, keys: bool) -> str:
 
 def share_of(name: str, policy: KeyPolicy, key: str, tier: str, priority: int) -> tuple[str, float]:
     """The share of a request, and the share's weight. name : of the key, stream or address that shares are by"""
-    level = level_of(policy, key, tier, priority)
+    level = level_of(policy, key, tier, priority) if tier or priority else 0
     return (f"{name}//{level:+d}", policy.weight * LEVEL_WEIGHT**-level) if level else (name, policy.weight)
