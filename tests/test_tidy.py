@@ -46,12 +46,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("observe",),
     ("tenants",),
     ("gateway",),
+    ("planning",),
+    ("machines",),
     ("jobs",),
     ("webhook",),
     ("web",),
-    ("planning",),
     ("simulation",),
-    ("machines",),
     ("server",),
     ("doctor",),
     ("commands",),
@@ -60,12 +60,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the predictor, which all rooms may use
 PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
 
-UPWARD: tuple[tuple[str, str], ...] = (("llmserve.web.admin", "llmserve.machines.peers"),)
+UPWARD: tuple[tuple[str, str], ...] = (
+)
 """Imports from a higher floor, or between rooms of one floor."""
 
 CIRCLES: tuple[tuple[str, ...], ...] = (
     ("bins.smdp", "bins.smdp_model", "bins.visits"),
-    ("llmserve.commands.solve", "llmserve.commands.solve_report"),
 )
 """Modules that import each other, directly or by way of others."""
 

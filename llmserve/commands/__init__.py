@@ -12,7 +12,6 @@ queue         : show who waits in a running server
 serve         : run the front-end
 simulate      : run the server's scheduler under a virtual clock, with simulated engines
 solve         : compute when a bin should wait and when it should release a batch
-solve_report  : prints and draws the result of `llmserve solve`
 status        : show a cluster
 train         : train a length predictor on prompts with the lengths of their answers
 tune          : replay a server's journal under other orders, and say which one would have served its requests best

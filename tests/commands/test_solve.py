@@ -17,8 +17,7 @@ from bins.average_cost import policy_iteration
 from bins.curve import Curve
 from bins.profile import PROFILES, Profile
 from llmserve.__main__ import main
-from llmserve.commands.solve import Problem, profile_of, queue_of, solve
-from llmserve.commands.solve_report import chart, runs
+from llmserve.commands.solve import Problem, chart, profile_of, queue_of, runs, solve
 from llmserve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
