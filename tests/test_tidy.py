@@ -60,13 +60,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the predictor, which all rooms may use
 PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
 
-UPWARD: tuple[tuple[str, str], ...] = (
-)
+UPWARD: tuple[tuple[str, str], ...] = ()
 """Imports from a higher floor, or between rooms of one floor."""
 
-CIRCLES: tuple[tuple[str, ...], ...] = (
-    ("bins.smdp", "bins.smdp_model", "bins.visits"),
-)
+CIRCLES: tuple[tuple[str, ...], ...] = (("bins.smdp", "bins.smdp_model", "bins.visits"),)
 """Modules that import each other, directly or by way of others."""
 
 
