@@ -182,6 +182,16 @@ def test_every_named_script_exists(page: Path) -> None:
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
+MODULE = re.compile(r"(?<![\w/.:-])(?:[a-z_]+/)+[a-z_]+\.py\b")
+FOLDERS = ("", "llmserve", "llmserve/scheduling", "llmserve/jobs")  # which a module may be named from
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md", *GUIDES], ids=name_of)
+def test_every_named_module_exists(page: Path) -> None:
+    named = set(MODULE.findall(page.read_text()))
+    assert sorted(name for name in named if not any((ROOT / folder / name).is_file() for folder in FOLDERS)) == []
+
+
 def test_every_script_that_has_left_is_in_the_commit_that_its_page_names() -> None:
     named = sorted({name for page in PAGES for name in ONCE.findall(page.read_text())})
     assert named
