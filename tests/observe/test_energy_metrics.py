@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 from fake_nvml import FakeNvml, Gpu
@@ -539,5 +538,5 @@ async def test_the_benchmark_reads_the_servers_counter_before_and_after_each_run
 
 
 async def test_a_server_without_metrics_has_no_joules() -> None:
-    async with FakeEngine() as engine, aiohttp.ClientSession() as session:
-        assert await bench.joules(session, f"{engine.url}/nowhere") == {}
+    async with FakeEngine() as engine, bench.client_of(engine.url) as client:
+        assert await bench.joules(client) == {}
