@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -180,6 +181,13 @@ def test_wrong_commands_are_detected() -> None:
 def test_every_named_script_exists(page: Path) -> None:
     named = {name.rstrip("/") for name in SCRIPT.findall(page.read_text())} - {"scripts/lab"}
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@every_page
+def test_every_part_of_the_laboratory_that_a_page_runs_exists(page: Path) -> None:
+    known = {name for name, _, _ in runpy.run_path(str(ROOT / "scripts" / "lab" / "__main__.py"))["scripts"]()}
+    named = set(re.findall(r"python scripts/lab ([a-z_.]+)", page.read_text()))
+    assert sorted(name for name in named if name not in known) == []
 
 
 MODULE = re.compile(r"(?<![\w/.:-])(?:[a-z_]+/)+[a-z_]+\.py\b")
