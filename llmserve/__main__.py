@@ -32,8 +32,8 @@ COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
     "doctor": "say what is wrong or slow in a running server or a configuration",
     "queue": "show who waits in a running server, and for how long",
     "batch": "run a file of requests, or show a server's batches",
-    "up": "start engines, groups and doors on a Ray cluster",
-    "status": "show a cluster's doors, groups and engines",
+    "up": "start engines, groups and gateways on a Ray cluster",
+    "status": "show a cluster's gateways, groups and engines",
     "down": "stop a cluster",
 }
 USAGE = {

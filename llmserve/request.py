@@ -224,7 +224,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     previous        id of the earlier response that the prompt goes on from; "" for none
     tier, priority  `service_tier` and `priority` of the body: what the client asks for
     deadline_s      deadline on the cluster's clock; None: by `terms.slo_s`
-    lane            name of the queue, see live/lanes.py; "": the model's own
+    route queue            name of the queue, see live/route_queues.py; "": the model's own
     """
 
     wire: Wire
@@ -236,7 +236,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     tier: str = ""
     priority: int = 0
     deadline_s: float | None = None
-    lane: str = ""
+    route_queue: str = ""
 
     @property
     def path(self) -> str:

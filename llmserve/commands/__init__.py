@@ -15,5 +15,5 @@ solve         : compute when a bin should wait and when it should release a batc
 status        : show a cluster
 train         : train a length predictor on prompts with the lengths of their answers
 tune          : replay a server's journal under other orders, and say which one would have served its requests best
-up            : start engines, groups and doors on a Ray cluster, or bring a running cluster in line with its file
+up            : start engines, groups and gateways on a Ray cluster, or bring a running cluster in line with its file
 """

@@ -1,4 +1,4 @@
-"""Stop a cluster: doors refuse new requests and end those in flight, then groups and engines end.
+"""Stop a cluster: gateways refuse new requests and end those in flight, then groups and engines end.
 
 Whatever does not end is killed, so that the command ends within --drain-s and half a minute.
 

@@ -1,4 +1,4 @@
-"""Show a cluster: its doors, groups and engines, where they run, what waits, and how they ended last."""
+"""Show a cluster: its gateways, groups and engines, where they run, what waits, and how they ended last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start engines, groups and doors on a Ray cluster, or bring a running cluster in line with its file.
+"""Start engines, groups and gateways on a Ray cluster, or bring a running cluster in line with its file.
 
     llmserve up cluster.toml                          starts a Ray on this machine first
     llmserve up cluster.toml --address auto           uses the Ray that runs here
@@ -30,7 +30,7 @@ LINE_EVERY_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="CLUSTER.toml", help="the engines, groups and doors")
+    parser.add_argument("file", type=Path, metavar="CLUSTER.toml", help="the engines, groups and gateways")
     parser.add_argument("--plan", metavar="PLAN.json", help="file of `llmserve plan`: the groups")
     parser.add_argument("--address", metavar="HOST:PORT", help="a Ray that runs; `auto`: the one on this machine")
     parser.add_argument("--num-cpus", type=int, metavar="N", help="CPUs of the Ray that is started (default: all)")
@@ -68,15 +68,15 @@ def main(args: argparse.Namespace) -> int:
         )
         on_ray.bring_up(desired)
         report = _when_ready(file.name, args.wait_s)
-    _print_doors(file.name, report)
+    _print_gateways(file.name, report)
     return 0
 
 
 def _keys_text(file: ClusterFile) -> str | None:
-    """The text of the doors' key file, which is checked here: not only where a door starts."""
+    """The text of the gateways' key file, which is checked here: not only where a gateway starts."""
     from llmserve.tenants.key_file import read_key_file
 
-    path = file.door.api_key_file
+    path = file.gateway.api_key_file
     if path is None:
         return None
     read_key_file(Path(path))
@@ -91,11 +91,11 @@ def _ray_for(file: ClusterFile, args: argparse.Namespace) -> tuple[str, ClusterF
     if args.address is not None:
         if args.num_cpus is not None or args.num_gpus is not None:
             raise ConfigError("--num-cpus and --num-gpus are for a Ray that is started, not for --address")
-        anonymous = file.door.settings.get("server", {}).get("anonymous", False)
-        if file.host != LOOPBACK and file.door.api_key_file is None and not anonymous:
+        anonymous = file.gateway.settings.get("server", {}).get("anonymous", False)
+        if file.host != LOOPBACK and file.gateway.api_key_file is None and not anonymous:
             raise ConfigError(
-                "other machines can reach the doors, and no API key is required: give api_key_file in [door], "
-                'anonymous = true in [door.settings.server], or host = "127.0.0.1" on a single machine'
+                "other machines can reach the gateways, and no API key is required: give api_key_file in [gateway], "
+                'anonymous = true in [gateway.settings.server], or host = "127.0.0.1" on a single machine'
             )
         return args.address, file
     state = folder_of(file.name)
@@ -130,6 +130,6 @@ def _told(row: dict[str, Any]) -> str:
     return f"{row['name']} ({row['state']}{ended})"
 
 
-def _print_doors(cluster: str, report: dict[str, Any]) -> None:
-    doors = [row["url"] for row in report["processes"] if row["kind"] == "door"]
-    print(f"cluster {cluster} is ready: {', '.join(f'{url}/v1' for url in doors)}")
+def _print_gateways(cluster: str, report: dict[str, Any]) -> None:
+    gateways = [row["url"] for row in report["processes"] if row["kind"] == "gateway"]
+    print(f"cluster {cluster} is ready: {', '.join(f'{url}/v1' for url in gateways)}")

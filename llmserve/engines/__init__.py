@@ -2,7 +2,7 @@
 
 additions    : what the front-end adds to the bodies of requests, and which of it an engine takes
 engine       : the interface between the pool of engines and an engine: `ask`, `probe` and `close`
-group_server : the client of a door: another llmserve server, used as if it were an engine
+group_server : the client of a gateway: another llmserve server, used as if it were an engine
 kinds        : the kinds of engines: the embedded engine, vLLM that llmserve starts, servers that run already
 measuring    : runs batches on one engine and measures each, as data for a profile
 openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, ...

@@ -1,7 +1,8 @@
-"""A client of llmserve itself: a door passes requests on to the server of a group, as if that were an engine.
+"""A client of llmserve itself: a gateway passes requests on to the server of a group, as if that were an engine.
 
 The group's server has the queue, and has tried its engines: its errors go to the client. Only what is the group's own
-lets the door try elsewhere: 503 (it is stopping, or has no engine), 429 (its queue is full), a model that it has lost.
+lets the gateway try elsewhere: 503 (it is stopping, or has no engine), 429 (its queue is full), a model that it has
+lost.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _served(response: Response) -> dict[str, Any]:
 
 
 class GroupServer(OpenAIEngine):
-    """The server of a group, at a URL. Needs the doors' key as api_key."""
+    """The server of a group, at a URL. Needs the gateways' key as api_key."""
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
         opening = self._opening(call) + header_of(call.terms)

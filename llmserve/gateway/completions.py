@@ -17,7 +17,7 @@ from llmserve.gateway.endpoints import Endpoint
 from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
 from llmserve.gateway.stages import Admission, is_large
 from llmserve.request import Call
-from llmserve.tenants.keys import DOOR
+from llmserve.tenants.keys import GATEWAY
 from llmserve.tenants.limits import Account
 from llmserve.wire.answer_forms import Silence, error_of_body
 from llmserve.wire.headers import (
@@ -95,7 +95,7 @@ class Completions:
     def _submit(self, draft: Draft, exchange: ClientExchange) -> None:
         account = draft.account
         assert account is not None, "a request that was admitted has an account"
-        call = (self._gateways if account.name == DOOR else self._clients).decide(draft)
+        call = (self._gateways if account.name == GATEWAY else self._clients).decide(draft)
         answer = _Answer(call, exchange, account)
         trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
         in_flight = self._cluster.calls.submit(call, answer, account.charge(call.model), trace)

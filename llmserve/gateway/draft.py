@@ -57,7 +57,7 @@ class Draft(msgspec.Struct, gc=False):
     receipt: bool = False
     background: bool = False
     after_tokens: float = LAST
-    lane: str = ""
+    route_queue: str = ""
 
     @property
     def terms(self) -> Terms:
@@ -93,5 +93,5 @@ class Draft(msgspec.Struct, gc=False):
             self.tier,
             self.priority,
             self.deadline_s,
-            self.lane,
+            self.route_queue,
         )

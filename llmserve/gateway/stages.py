@@ -259,10 +259,12 @@ def served(cluster: LiveCluster) -> Stage:
 
 
 def routed(routes: Routes) -> Stage:
-    """Find the lane of a call that not every engine of its model can serve."""
+    """Find the route queue of a call that not every engine of its model can serve."""
 
     def route(draft: Draft) -> None:
         if draft.wire.form is not COMPLETION:
-            draft.lane = routes.lane_of(draft.endpoint.path, draft.model, draft.previous, draft.key, draft.bounds)
+            draft.route_queue = routes.route_queue_of(
+                draft.endpoint.path, draft.model, draft.previous, draft.key, draft.bounds
+            )
 
     return route

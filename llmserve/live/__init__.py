@@ -6,10 +6,10 @@ calls        : clients' calls from their arrival to the scheduler's last word on
 forwarding   : one answer on the way from an engine to the client
 fleet        : the engines: probes, and the orders of their operator
 engine_state : pure: the table of an engine's states, where its death is decided
-homes        : the groups of a door's plan: which has the requests of a stream and model
+homes        : the groups of a gateway's plan: which has the requests of a stream and model
 handle       : one engine: state, measurements, and running calls
 known_models : which models are known, and how many engines list each
-lanes        : queues beside a model's own, for calls that only some of its engines can serve
+route queues        : queues beside a model's own, for calls that only some of its engines can serve
 part         : the driver of a server, which takes other engines while it runs
 routes       : which engines can serve a call
 journal      : every step of the scheduler, in memory and in a file that replays

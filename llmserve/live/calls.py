@@ -121,7 +121,7 @@ class Calls:
         call = in_flight.call
         by_prefix = bool(call.terms.share) or self.fleet.engines_of(call.model) > 1
         prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
-        queue = call.lane or self.fleet.queue_of(call.terms.stream_name, call.model)
+        queue = call.route_queue or self.fleet.queue_of(call.terms.stream_name, call.model)
         in_flight.request = request_of(in_flight, forecast, prompt_tokens, queue, self._secret, by_prefix=by_prefix)
         if in_flight.charge is None:
             self._driver.step(RequestArrived(in_flight.request))
@@ -194,7 +194,7 @@ class Calls:
 
     def _error_of(self, in_flight: InFlightCall, action: FailRequest) -> RequestError:
         call, models = in_flight.call, self.fleet.models
-        if action.reason == "model_not_found":  # the unknown name may be a lane, not a model
+        if action.reason == "model_not_found":  # the unknown name may be a route queue, not a model
             return (
                 self.routes.missing(call.wire.path, call.model)
                 if call.model in models

@@ -4,7 +4,7 @@ Engines may serve different models. A listed model stays known, whether its engi
 engine comes up again without the model.
 
 The fleet probes the engines and takes the orders of their operator. engine_state.py decides what follows for an engine;
-its scheduler hears of the engine through one door:
+its scheduler hears of the engine through one entrance:
 
     watched from now on       -> EngineExpected        it may be up, or come up
     successful probe          -> EngineReady           again when its slots, memory or models change
@@ -33,7 +33,7 @@ from llmserve.live.engine_state import EngineEvent, Notice, Order, after
 from llmserve.live.handle import EngineHandle
 from llmserve.live.homes import Homes
 from llmserve.live.known_models import KnownModels, Listed
-from llmserve.live.lanes import Lane, Lanes
+from llmserve.live.route_queues import RouteQueue, RouteQueues
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineLost, EngineReady, Event
 from llmserve.settings.tree import LiveConfig
@@ -49,8 +49,8 @@ class Fleet:
 
     is_served   whether the server serves a model that an engine lists
     profiles    by model ("": every other model): how long batches take; EngineReady carries the step times
-    planned     models that the server's group, or the door, is for
-    homes       of a door with a plan, by which engines list models
+    planned     models that the server's group, or the gateway, is for
+    homes       of a gateway with a plan, by which engines list models
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Fleet:
     ) -> None:
         self.handles = {engine.info.name: EngineHandle(engine) for engine in engines}
         self._known_models = KnownModels()
-        self._lanes = Lanes()
+        self._route_queues = RouteQueues()
         self._config = config or LiveConfig()
         self._profiles = profiles
         self._is_served = is_served
@@ -103,13 +103,13 @@ class Fleet:
 
     @property
     def queues(self) -> Iterator[str]:
-        """Names of all queues of the scheduler that may be used: of known models, and of their lanes."""
-        return chain(self.models, self._lanes.names)
+        """Names of all queues of the scheduler that may be used: of known models, and of their route queues."""
+        return chain(self.models, self._route_queues.names)
 
     @property
-    def lanes(self) -> int:
-        """Number of lanes."""
-        return len(self._lanes.names)
+    def route_queues(self) -> int:
+        """Number of route queues."""
+        return len(self._route_queues.names)
 
     def serving(self, model: str) -> list[EngineHandle]:
         """The engines that serve the model, or did when they were last up."""
@@ -142,30 +142,30 @@ class Fleet:
         return (in_flight for handle in self.handles.values() for in_flight in handle.running.values())
 
     def running_on(self, queue: str) -> Iterator[InFlightCall]:
-        """The calls on the engines that serve a queue. queue : a model, or a lane"""
+        """The calls on the engines that serve a queue. queue : a model, or a route queue"""
         handles = [handle for handle in self.handles.values() if queue in handle.info.models]
         return (in_flight for handle in handles for in_flight in handle.running.values())
 
-    def open_lane(self, lane: Lane) -> None:
-        """Let the engines that can serve the lane's calls list it."""
-        if self._lanes.add(lane):
+    def open_route_queue(self, route_queue: RouteQueue) -> None:
+        """Let the engines that can serve the route queue's calls list it."""
+        if self._route_queues.add(route_queue):
             self._list_again()
 
     def queue_of(self, stream: str, model: str) -> str:
         """The queue of the scheduler for answers of a model: its own, unless the plan gives the stream to a group."""
         if self._homes is None or not (group := self._homes.apart(stream, model)):
             return model
-        lane = Lane(model, group=group)
-        self.open_lane(lane)
-        return lane.name
+        route_queue = RouteQueue(model, group=group)
+        self.open_route_queue(route_queue)
+        return route_queue.name
 
     def model_of(self, queue: str) -> str:
         """The model of a queue of the scheduler, if the queue is the model's own or that of a stream's group."""
-        lane = self._lanes.named(queue)
-        return lane.model if lane is not None and lane.group else queue
+        route_queue = self._route_queues.named(queue)
+        return route_queue.model if route_queue is not None and route_queue.group else queue
 
     def follow(self, homes: Homes) -> None:
-        """Follow another plan from now on, as a door."""
+        """Follow another plan from now on, as a gateway."""
         self._homes, self._planned = homes, homes.models
         self._list_again()
 
@@ -184,12 +184,19 @@ class Fleet:
                     self._notify(EngineReady(handle.info))
 
     def _names(self, handle: EngineHandle) -> tuple[str, ...]:
-        """What an engine lists for the scheduler: its models and the lanes that it serves, as the plan has it."""
-        lanes, homes = self._lanes.on(handle.name, handle.models, handle.endpoints), self._homes
+        """What an engine lists for the scheduler: its models and its route queues, as the plan has it."""
+        route_queues, homes = self._route_queues.on(handle.name, handle.models, handle.endpoints), self._homes
         if homes is None:
-            return (*handle.models, *(lane.name for lane in lanes))
+            return (*handle.models, *(route_queue.name for route_queue in route_queues))
         models = [model for model in handle.models if self._lists(handle, model, homes.of(model))]
-        names = *models, *(lane.name for lane in lanes if self._lists(handle, lane.model, lane.group))
+        names = (
+            *models,
+            *(
+                route_queue.name
+                for route_queue in route_queues
+                if self._lists(handle, route_queue.model, route_queue.group)
+            ),
+        )
         return names or (f"@{handle.name}",)  # () would be every model
 
     def _lists(self, handle: EngineHandle, model: str, group: str) -> bool:
@@ -260,7 +267,7 @@ class Fleet:
         self._step(handle, EngineEvent.EMPTY)
         self._known_models.change(handle.models, {})
         del self.handles[handle.name]
-        self._lanes.keep(self.models, self.handles)
+        self._route_queues.keep(self.models, self.handles)
         log.info("engine %s is removed", handle.name)
         await handle.engine.close()
 
@@ -327,7 +334,7 @@ class Fleet:
         if came_up or models != handle.models:
             self._known_models.change(handle.models, models)
             handle.models = models
-            self._lanes.keep(self.models, self.handles)
+            self._route_queues.keep(self.models, self.handles)
             _log_models(handle, health, came_up=came_up)
         if came_up or health.paths != handle.endpoints.told:
             handle.endpoints = Endpoints(health.paths)

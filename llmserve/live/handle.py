@@ -47,7 +47,7 @@ class EngineHandle:
 
     @property
     def group(self) -> str:
-        """The group of a door's plan whose server the engine is."""
+        """The group of a gateway's plan whose server the engine is."""
         return self.info.worker or self.info.name
 
     @property

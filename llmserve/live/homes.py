@@ -1,6 +1,6 @@
-"""The groups of a door's plan: which group has the requests of a stream and model.
+"""The groups of a gateway's plan: which group has the requests of a stream and model.
 
-The engines of a door are the servers of groups. An engine lists a queue for the scheduler (fleet.py)
+The engines of a gateway are the servers of groups. An engine lists a queue for the scheduler (fleet.py)
 
     if the plan gives the queue to the engine's group,
     or if it gives the queue to nobody, or to a group whose engine is not ready: then every engine of the model does

@@ -39,7 +39,7 @@ class Served:
 
     is_served  whether the server serves a model that an engine lists
     models     that engines will list some day
-    homes      of a door with a plan: which group has which models and streams
+    homes      of a gateway with a plan: which group has which models and streams
     """
 
     is_served: Callable[[str], bool]

@@ -9,12 +9,12 @@ from llmserve.engines.engine import EngineError, Passed
 from llmserve.errors import EngineFailed, NotFound, RequestError, Unavailable
 from llmserve.live.fleet import Fleet
 from llmserve.live.handle import EngineHandle
-from llmserve.live.lanes import Lane
+from llmserve.live.route_queues import RouteQueue
 from llmserve.request import Bounds, Call
 from llmserve.wire.answer_forms import COMPLETION
 
 RESPONSES = "/v1/responses"
-LANES_UNLISTED_MAX = 256  # so many lanes, and models that no engine lists yet get no more
+ROUTE_QUEUES_UNLISTED_MAX = 256  # so many route queues, and models that no engine lists yet get no more
 
 
 class Routes:
@@ -33,8 +33,8 @@ class Routes:
         self._fleet = fleet
         self.origins = Origins()
 
-    def lane_of(self, path: str, model: str, previous: str, key: str, bounds: Bounds) -> str:
-        """Name of the lane in which a call waits; "": the model's own queue.
+    def route_queue_of(self, path: str, model: str, previous: str, key: str, bounds: Bounds) -> str:
+        """Name of the route queue in which a call waits; "": the model's own queue.
 
         previous, key : the earlier response from which the call goes on, and the name of its client's key
         Raises NotFound when no engine of the model has the endpoint.
@@ -47,17 +47,17 @@ class Routes:
         if previous and origin is None and self.has_keys() and not self.engines_are_groups:
             raise _unknown(previous)
         if origin is not None:
-            lane = Lane(model, engine=self._handle_of(origin, previous, key, model).name)
+            route_queue = RouteQueue(model, engine=self._handle_of(origin, previous, key, model).name)
             if len(able) == 1:
                 return ""
         elif bounds.choices and len(able) == len(serving):
             return ""
         else:
-            lane = Lane(model, path)
-        if not serving and self._fleet.lanes >= LANES_UNLISTED_MAX:  # clients invent names
+            route_queue = RouteQueue(model, path)
+        if not serving and self._fleet.route_queues >= ROUTE_QUEUES_UNLISTED_MAX:  # clients invent names
             raise Unavailable("no engine has told its models yet", code="no_engine", retry_after_s=1.0)
-        self._fleet.open_lane(lane)
-        return lane.name
+        self._fleet.open_route_queue(route_queue)
+        return route_queue.name
 
     def no_endpoint(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None:
         """What the client is told when an engine has answered 404 or 405; None: the engine's own words.
@@ -99,7 +99,7 @@ class Routes:
     ) -> tuple[str, Passed]:
         """Ask the engine that gave a response; if that is not remembered each engine, until one knows the response.
 
-        key : name of the key that asks; None: of a door, which knows whose the response is.
+        key : name of the key that asks; None: of a gateway, which knows whose the response is.
         Returns the engine's name and its answer. Raises RequestError.
         """
         told: tuple[str, Passed] | None = None

@@ -1,4 +1,4 @@
-"""cluster.toml: the engines, groups and doors of a cluster."""
+"""cluster.toml: the engines, groups and gateways of a cluster."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class EngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"{self.worker or self.name}-{number}"
 
 
-class DoorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The doors. settings : as in the file of `llmserve serve`, by section
+class GatewayTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gateways. settings : as in the file of `llmserve serve`, by section
 
-    count  0: one on each node, all on `port`; else door N listens on `port` + N
+    count  0: one on each node, all on `port`; else gateway N listens on `port` + N
     """
 
     count: Annotated[int, Meta(ge=0)] = 1
@@ -88,7 +88,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     group_cpus: NotNegative = 0.25
     plan: str | None = None
     serve: dict[str, Table] = {}
-    door: DoorTable = DoorTable()
+    gateway: GatewayTable = GatewayTable()
     planning: PlanningTable = PlanningTable()
 
     @property
@@ -114,6 +114,8 @@ def read_cluster(path: Path, plan: str | None = None) -> ClusterFile:
     """plan : a plan's file, instead of the groups in the file. Raises ConfigError, which names the file and the key."""
     try:
         tables = tomllib.loads(path.read_text())
+        if "door" in tables:
+            raise ConfigError(f"{path}: the table [door] is [gateway] now")
         file = msgspec.convert(tables, ClusterFile)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -123,7 +125,7 @@ def read_cluster(path: Path, plan: str | None = None) -> ClusterFile:
     file = msgspec.structs.replace(
         file,
         plan=_beside(folder, file.plan) if plan is None else plan,
-        door=msgspec.structs.replace(file.door, api_key_file=_beside(folder, file.door.api_key_file)),
+        gateway=msgspec.structs.replace(file.gateway, api_key_file=_beside(folder, file.gateway.api_key_file)),
         planning=msgspec.structs.replace(file.planning, instance=_beside(folder, file.planning.instance)),
     )
     try:
@@ -161,7 +163,7 @@ def _check(file: ClusterFile) -> None:
         for worker in group.workers:
             if worker not in file.workers:
                 raise ConfigError(f"group {group.name}: no engine is on a worker {worker}")
-    for section, table in (*file.serve.items(), *file.door.settings.items()):
+    for section, table in (*file.serve.items(), *file.gateway.settings.items()):
         _check_settings(section, table)
 
 

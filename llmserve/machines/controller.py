@@ -18,10 +18,10 @@ from llmserve.http.client import HttpClient
 from llmserve.http.connecting import HttpError
 from llmserve.machines.cluster_file import ClusterFile
 from llmserve.machines.keeper import Status
-from llmserve.machines.layout import Moves, doors_plan, owners
+from llmserve.machines.layout import Moves, gateways_plan, owners
 from llmserve.machines.peer_sync import PeerSync
 from llmserve.machines.peers import FromServer, ToServer
-from llmserve.machines.processes import Process, Secrets, Worker, door_process, engines_of, group_process, workers_of
+from llmserve.machines.processes import Process, Secrets, Worker, engines_of, gateway_process, group_process, workers_of
 from llmserve.machines.replanning import Replanning
 from llmserve.machines.scaling import Scaling
 from llmserve.planning import Instance, Plan
@@ -35,7 +35,7 @@ DESIRED = "desired"
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store keeps. keys : text of the doors' key file; None: no key is required.  owners : group by worker
+    """What the store keeps. keys : text of the gateways' key file; None: no key is required.  owners : group by worker
 
     instance  for planning again; None: never
     replicas  of engines with `replicas_max`, by engine, as they were wanted last
@@ -253,13 +253,13 @@ class Controller:
     # ---- what servers tell, and are told ----
 
     async def exchange(self) -> None:
-        """Tell doors and groups what they need of each other, add up their rates, and plan again for new ones."""
-        doors, groups = await self._peers.round(self._servers("door"), self._servers("group"))
+        """Tell gateways and groups what they need of each other, add up their rates, and plan again for new ones."""
+        gateways, groups = await self._peers.round(self._servers("gateway"), self._servers("group"))
         now_s = time.monotonic()
         for name, server in groups.items():
             self._scaling.heard(name.removeprefix("group-"), server.wanted, now_s)
         if self._replanning is not None:
-            for server in doors.values():
+            for server in gateways.values():
                 self._replanning.observe(server.arrivals)
             plan = self._replanning.plan(self.desired.plan, now_s - self._began_s)
             if plan is not None:
@@ -288,11 +288,11 @@ class Controller:
             wanted[process.name] = process, None
         urls = {name: self.statuses[g.name].url for name, g in groups.items() if g.name in self.statuses}
         if urls:
-            places, plan = await self._places_of_doors(), doors_plan(self._plan, urls)
+            places, plan = await self._places_of_gateways(), gateways_plan(self._plan, urls)
             text = msgspec.json.encode(plan).decode()
             for number, node in enumerate(places):
-                door = door_process(self._file, number, len(places), urls, text, desired.keys, desired.secrets)
-                wanted[door.name] = door, node
+                gateway = gateway_process(self._file, number, len(places), urls, text, desired.keys, desired.secrets)
+                wanted[gateway.name] = gateway, node
         return wanted
 
     async def _wanted_groups(self, engines: Mapping[str, Process]) -> dict[str, Process]:
@@ -326,12 +326,12 @@ class Controller:
             if answer is not None
         }
 
-    async def _places_of_doors(self) -> list[str | None]:
-        count = self.desired.file.door.count
+    async def _places_of_gateways(self) -> list[str | None]:
+        count = self.desired.file.gateway.count
         return [None] * count if count else [*sorted(await self._machines.nodes())]
 
     async def ask(self, name: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON answer of a group or a door to the controller; None: it gives none."""
+        """The JSON answer of a group or a gateway to the controller; None: it gives none."""
         status = self.statuses.get(name)
         if status is None:
             return None
@@ -389,4 +389,4 @@ class Controller:
             and (status.state, status.revision) == ("running", self._sent[name].revision)
             for name in wanted
         )
-        return self._settled and kinds >= {"engine", "group", "door"} and running
+        return self._settled and kinds >= {"engine", "group", "gateway"} and running

@@ -25,8 +25,8 @@ def owners(file: ClusterFile, plan: Plan, before: Mapping[str, str]) -> dict[str
     return {worker: group for worker, group in assign(plan.groups, models, before).items() if worker in models}
 
 
-def doors_plan(plan: Plan, groups: Collection[str]) -> Plan:
-    """The plan as doors follow it: each group is one worker, its server. groups : those that have a server"""
+def gateways_plan(plan: Plan, groups: Collection[str]) -> Plan:
+    """The plan as gateways follow it: each group is one worker, its server. groups : those that have a server"""
     return Plan(tuple(HerdGroup(g.name, 1, g.models, g.streams, (g.name,)) for g in plan.groups if g.name in groups))
 
 

@@ -214,7 +214,7 @@ class RayMachines:
             strategy = PlacementGroupSchedulingStrategy(self._groups[process.worker], placement_group_bundle_index=0)
         elif node is not None:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        elif process.kind == "door":
+        elif process.kind == "gateway":
             strategy = "SPREAD"
         elif near := self._node_near(process):
             strategy = NodeAffinitySchedulingStrategy(near, soft=True)
@@ -355,9 +355,9 @@ def report_of(cluster: str, within_s: float = 30.0) -> dict[str, Any]:
 
 
 def take_down(cluster: str, drain_s: float = DRAIN_S) -> None:
-    """Stop the controller, then every process: doors first, which end their requests, then groups and engines.
+    """Stop the controller, then every process: gateways first, which end their requests, then groups and engines.
 
-    drain_s : of the doors' requests. Whatever has not stopped by then is killed: so the end comes within drain_s and
+    drain_s : of the gateways' requests. Whatever has not stopped by then is killed: so the end comes within drain_s and
     some twenty seconds.
     """
     with contextlib.suppress(ValueError):
@@ -373,9 +373,9 @@ def take_down(cluster: str, drain_s: float = DRAIN_S) -> None:
 
 async def _remove_all(machines: RayMachines, drain_s: float) -> None:
     names = await machines.names()
-    doors = {name for name in names if name.startswith("door-")}
-    # Without doors nothing is in flight behind them.
-    for part, within_s in ((doors, drain_s), (set(names) - doors, EMPTY_S)):
+    gateways = {name for name in names if name.startswith("gateway-")}
+    # Without gateways nothing is in flight behind them.
+    for part, within_s in ((gateways, drain_s), (set(names) - gateways, EMPTY_S)):
         await asyncio.gather(*(_removed(machines, name, within_s) for name in part))
         for name in part:
             for key in (process_key(name), seen_key(name)):

@@ -1,4 +1,4 @@
-"""The exchange with servers once a second: keys' limits dealt between doors, served shares told between groups."""
+"""The exchange with servers once a second: keys' limits dealt between gateways, served shares told between groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmserve.machines.peers import FromServer, ToServer
 from llmserve.machines.quotas import Quotas
 from llmserve.machines.served_shares import ServedShares
 
-FORGOTTEN_AFTER = 10  # exchanges that a door has not answered: its parts of limits are free
+FORGOTTEN_AFTER = 10  # exchanges that a gateway has not answered: its parts of limits are free
 
 Heard = Mapping[str, FromServer]
 
@@ -25,36 +25,37 @@ class PeerSync:
         self.wanted: dict[str, int] = {}
         self._tell_one = tell
         self._quotas, self._shares = Quotas(), ServedShares()
-        self._unheard: dict[str, int] = {}  # exchanges in a row that a door has not answered
+        self._unheard: dict[str, int] = {}  # exchanges in a row that a gateway has not answered
 
-    async def round(self, doors: Sequence[str], groups: Sequence[str]) -> tuple[Heard, Heard]:
-        """What the doors, and what the groups told, by name.
+    async def round(self, gateways: Sequence[str], groups: Sequence[str]) -> tuple[Heard, Heard]:
+        """What the gateways, and what the groups told, by name.
 
         What a group has served reaches the others at once, not with the next round.
         """
-        parts = self._quotas.deal(doors)
-        of_doors, of_groups = await asyncio.gather(
-            self._tell({name: ToServer(parts[name]) for name in doors}), self._tell(dict.fromkeys(groups, ToServer()))
+        parts = self._quotas.deal(gateways)
+        of_gateways, of_groups = await asyncio.gather(
+            self._tell({name: ToServer(parts[name]) for name in gateways}),
+            self._tell(dict.fromkeys(groups, ToServer())),
         )
         self.wanted = dict(sum((Counter(server.wanted) for server in of_groups.values()), Counter()))
-        self._count(doors, of_doors)
+        self._count(gateways, of_gateways)
         for name, server in of_groups.items():
             self._shares.heard(name, server.served)
         elsewhere = self._shares.deal()
         await self._tell({name: ToServer(elsewhere=rows) for name, rows in elsewhere.items() if rows})
-        return of_doors, of_groups
+        return of_gateways, of_groups
 
     async def _tell(self, told: Mapping[str, ToServer]) -> Heard:
         answers = await asyncio.gather(*(self._tell_one(name, what) for name, what in told.items()))
         return {name: answer for name, answer in zip(told, answers, strict=True) if answer is not None}
 
-    def _count(self, doors: Sequence[str], heard: Heard) -> None:
-        """Note the use of limits, and forget doors that are gone."""
-        for name in doors:
+    def _count(self, gateways: Sequence[str], heard: Heard) -> None:
+        """Note the use of limits, and forget gateways that are gone."""
+        for name in gateways:
             self._unheard[name] = 0 if name in heard else self._unheard.get(name, 0) + 1
         for name, server in heard.items():
             self._quotas.heard(name, server.asked, server.parts)
-        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in doors]:
+        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in gateways]:
             self._quotas.forget(name)
             del self._unheard[name]
         self._quotas.decay()

@@ -1,8 +1,8 @@
 """What a server and the controller of its cluster tell each other once a second: POST /admin/peers.
 
 The server tells how many requests came, by stream and model and by limited key, what its shares were served, and how
-many engines it could use. The controller deals the keys' limits between the doors, tells groups what other groups have
-served, plans groups and asks for machines by that.
+many engines it could use. The controller deals the keys' limits between the gateways, tells groups what other groups
+have served, plans groups and asks for machines by that.
 """
 
 from __future__ import annotations

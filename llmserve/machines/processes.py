@@ -1,4 +1,4 @@
-"""What runs in a cluster: the command, files and resources of each engine, group and door.
+"""What runs in a cluster: the command, files and resources of each engine, group and gateway.
 
 A process is described once, by data that any node can carry out: {host}, {port} and {folder} are filled in there.
 """
@@ -16,10 +16,10 @@ from llmserve import demo as embedded
 from llmserve.engines import vllm as vllm_process
 from llmserve.machines.cluster_file import ClusterFile, EngineTable
 
-Kind = Literal["engine", "group", "door"]
+Kind = Literal["engine", "group", "gateway"]
 SERVE = (sys.executable, "-m", "llmserve", "serve", "--config", "{folder}/serve.toml", "--port", "{port}")
 GROUP_SETTINGS: dict[str, dict[str, Any]] = {
-    "live": {"keep_alive_s": 0.0, "probe_every_s": 1.0},  # the doors keep their clients' connections alive
+    "live": {"keep_alive_s": 0.0, "probe_every_s": 1.0},  # the gateways keep their clients' connections alive
 }
 DOOR_SETTINGS: dict[str, dict[str, Any]] = {
     # A group tells when it is down; a request may wait in its queue for as long as an answer may take.
@@ -31,9 +31,9 @@ DOOR_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """Keys made when the cluster was: of doors to groups, of groups to engines, of the controller to both."""
+    """Keys made when the cluster was: of gateways to groups, of groups to engines, of the controller to both."""
 
-    door: str
+    gateway: str
     engine: str
     admin: str
 
@@ -127,7 +127,8 @@ def _command(engine: EngineTable, secrets: Secrets) -> tuple[tuple[str, ...], di
     return tuple(words), {"VLLM_API_KEY": secrets.engine}
 
 
-# ---- groups and doors ----------------------------------------------------------------------------------------------
+# ---- groups and gateways
+# ----------------------------------------------------------------------------------------------
 
 
 def group_process(file: ClusterFile, name: str, engines: Mapping[str, tuple[str, str]], secrets: Secrets) -> Process:
@@ -139,7 +140,7 @@ def group_process(file: ClusterFile, name: str, engines: Mapping[str, tuple[str,
         {"engines": {"barrier": True}} if barrier else {},
         file.serve,
         {
-            "server": {"door_key_file": "{folder}/door-key", "admin_key_file": "{folder}/admin-key"},
+            "server": {"gateway_key_file": "{folder}/gateway-key", "admin_key_file": "{folder}/admin-key"},
             "engines": {"engine": [f"{worker}={url}" for worker, url in engines.values()]},
         },
     )
@@ -149,7 +150,7 @@ def group_process(file: ClusterFile, name: str, engines: Mapping[str, tuple[str,
         words=SERVE,
         files={
             "serve.toml": as_toml(settings),
-            "door-key": f"door: {secrets.door}\n",
+            "gateway-key": f"gateway: {secrets.gateway}\n",
             "admin-key": f"admin: {secrets.admin}\n",
         },
         environment={"LLMSERVE_ENGINE_API_KEY": secrets.engine},
@@ -159,21 +160,27 @@ def group_process(file: ClusterFile, name: str, engines: Mapping[str, tuple[str,
     )
 
 
-def door_process(
-    file: ClusterFile, number: int, doors: int, groups: Mapping[str, str], plan: str, keys: str | None, secrets: Secrets
+def gateway_process(
+    file: ClusterFile,
+    number: int,
+    gateways: int,
+    groups: Mapping[str, str],
+    plan: str,
+    keys: str | None,
+    secrets: Secrets,
 ) -> Process:
-    """A door, one of `doors`.
+    """A gateway, one of `gateways`.
 
     groups : URL by name.  plan : as JSON, its workers are groups.  keys : text of the key file
     """
-    key_file = "keys.toml" if (file.door.api_key_file or "").endswith(".toml") else "keys"
+    key_file = "keys.toml" if (file.gateway.api_key_file or "").endswith(".toml") else "keys"
     server = {"admin_key_file": "{folder}/admin-key"}
     if keys is not None:
         server["api_key_file"] = f"{{folder}}/{key_file}"
     settings = merged(
         DOOR_SETTINGS,
-        {"limits": {"limits_part": 1.0 / max(1, doors)}},
-        file.door.settings,
+        {"limits": {"limits_part": 1.0 / max(1, gateways)}},
+        file.gateway.settings,
         {
             "server": server,
             "engines": {
@@ -186,16 +193,16 @@ def door_process(
     files = {"serve.toml": as_toml(settings), "admin-key": f"admin: {secrets.admin}\n", "plan.json": plan}
     if keys is not None:
         files[key_file] = keys
-    port = file.door.port
+    port = file.gateway.port
     return Process(
-        name=f"door-{number}",
-        kind="door",
+        name=f"gateway-{number}",
+        kind="gateway",
         words=SERVE,
         files=files,
-        environment={"LLMSERVE_ENGINE_API_KEY": secrets.door},
+        environment={"LLMSERVE_ENGINE_API_KEY": secrets.gateway},
         host=file.host,
-        port=port + number if port and file.door.count else port,
-        cpus=file.door.cpus,
+        port=port + number if port and file.gateway.count else port,
+        cpus=file.gateway.cpus,
     )
 
 

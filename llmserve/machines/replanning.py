@@ -1,4 +1,4 @@
-"""Plans groups again when the rates at all doors together differ from the plan's."""
+"""Plans groups again when the rates at all gateways together differ from the plan's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rates = tuple[tuple[str, str, float], ...]
 
 
 class Replanning:
-    """Counts what the doors tell, and makes plans in a thread.
+    """Counts what the gateways tell, and makes plans in a thread.
 
     instance : the problem of the plan.  every_s : least time between two plans
     """
@@ -38,7 +38,7 @@ class Replanning:
         self._planning: asyncio.Task[Plan | None] | None = None
 
     def observe(self, arrivals: Iterable[tuple[str, str, int]]) -> None:
-        """arrivals : (stream, model, requests) of one door"""
+        """arrivals : (stream, model, requests) of one entrance"""
         for stream, model, count in arrivals:
             for _ in range(count):
                 self._rates.observe(stream, model)

@@ -1,4 +1,4 @@
-"""Spans of requests, sent by OTLP: at the door, in the queue, on an engine. Imported only with --traces-sample.
+"""Spans of requests, sent by OTLP: at the gateway, in the queue, on an engine. Imported only with --traces-sample.
 
     POST /v1/chat/completions        from the first byte of the request to the last of the answer
         queue                        from arrival to the start on an engine; again before each further start
@@ -95,7 +95,7 @@ class RequestTrace:
         self._zero_ns = now_ns - int(1e9 * traces.now_s())  # wall time of the cluster's zero
         self._waits_since_ns = now_ns
         self._engine: Span | None = None
-        self._door = self._tracer.start_span(
+        self._gateway = self._tracer.start_span(
             f"POST {exchange.path}",
             context=PROPAGATOR.extract(exchange.headers),
             kind=SpanKind.SERVER,
@@ -114,7 +114,7 @@ class RequestTrace:
         self._queue(in_flight, now_ns, {"llmserve.bin": receipt.bin, "llmserve.batch": receipt.batch})
         self._engine = self._tracer.start_span(
             f"engine {receipt.engine}",
-            context=set_span_in_context(self._door),
+            context=set_span_in_context(self._gateway),
             kind=SpanKind.CLIENT,
             attributes={
                 **_requested(call, "openai"),
@@ -147,22 +147,22 @@ class RequestTrace:
 
     def end(self, in_flight: InFlightCall, exchange: ClientExchange) -> None:
         """End all spans: the client has its answer, or has gone."""
-        now_s, door = self._traces.now_s(), self._door
+        now_s, gateway = self._traces.now_s(), self._gateway
         if self._engine is not None:
             self.left(in_flight, now_s, None)
         elif in_flight.attempts == 0:
             self._queue(in_flight, self._ns(now_s), {})
         if exchange.status:
-            door.set_attribute("http.response.status_code", exchange.status)
-        door.set_attribute("llmserve.request_id", in_flight.name)
+            gateway.set_attribute("http.response.status_code", exchange.status)
+        gateway.set_attribute("llmserve.request_id", in_flight.name)
         if in_flight.call.terms.key:
-            door.set_attribute("llmserve.key", in_flight.call.terms.key)
-        _count_tokens(door, in_flight)
+            gateway.set_attribute("llmserve.key", in_flight.call.terms.key)
+        _count_tokens(gateway, in_flight)
         if error := in_flight.delivery.error or ("client_gone" if in_flight.delivery.gone else ""):
-            door.set_attribute("error.type", error)
+            gateway.set_attribute("error.type", error)
             if exchange.status >= 500 or exchange.status < 400:
-                door.set_status(Status(StatusCode.ERROR))
-        door.end(self._ns(now_s))
+                gateway.set_status(Status(StatusCode.ERROR))
+        gateway.end(self._ns(now_s))
 
     def _queue(self, in_flight: InFlightCall, until_ns: int, further: dict[str, AttributeValue]) -> None:
         """The span of a wait in the queue, with the forecast that the order went by."""
@@ -175,7 +175,7 @@ class RequestTrace:
             attributes["llmserve.predicted_tokens.most"] = request.quantiles[-1]
         if in_flight.forecast is not None:
             attributes["llmserve.forecast"] = in_flight.forecast.source or "none"
-        context = set_span_in_context(self._door)
+        context = set_span_in_context(self._gateway)
         span = self._tracer.start_span("queue", context=context, attributes=attributes, start_time=self._waits_since_ns)
         span.end(until_ns)
 

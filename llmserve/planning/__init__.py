@@ -17,7 +17,7 @@ too: sum_i n_i x_ij <= size_j. `as_printed` drops that limit.
 The modules, from the problem to the plan:
 
 assignment : which worker serves which group of the plan
-group_plan : the plan as the server of one group and as a door follow it
+group_plan : the plan as the server of one group and as a gateway follow it
 instance   : the problem: streams, models, GPUs, limits; its file; the same problem at other rates
 milp       : decides whether a t is feasible, by scipy's HiGHS
 packing    : finds greedily that a t is feasible, for most feasible t; levels the loads

@@ -1,4 +1,4 @@
-"""The plan of serving groups, as the server of one group and as a door follow it."""
+"""The plan of serving groups, as the server of one group and as a gateway follow it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _models_of(name: str, plan: Plan) -> set[str]:
 
 
 def homes_of(config: Config) -> Homes | None:
-    """Return where a door with a plan sends the requests of models and streams; None: this is no such door."""
+    """Return where a gateway with a plan sends the requests of models and streams; None: this is no such gateway."""
     if config.engines.plan is None or not config.engines.engines_are_groups:
         return None
     groups = Plan.load(config.engines.plan).groups
@@ -92,7 +92,7 @@ def served_models(config: Config) -> Callable[[str], bool]:
 
 
 def _check_groups(engines: EngineConfig, plan: Plan) -> None:
-    """Raise ConfigError on a group without a server, of a door."""
+    """Raise ConfigError on a group without a server, of a gateway."""
     servers = {_worker_of(engines, entry) for entry in engines.engine}
     for group in plan.groups:
         if group.name not in servers:

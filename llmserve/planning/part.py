@@ -1,4 +1,4 @@
-"""The plan that a server follows: as the server of a group, or as the door of all."""
+"""The plan that a server follows: as the server of a group, or as the gateway of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan(Part):
         yield
 
     def change(self, server: Server, before: Config, after: Config) -> Commit:
-        """The file of a door's plan is read again."""
+        """The file of a gateway's plan is read again."""
         if before.engines.plan is None or after.engines.plan is None:
             return do_nothing
         group_plan.with_plan(after)

@@ -59,8 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines_are_groups: Annotated[
         bool,
         Meta(
-            description="URL engines are servers of llmserve with --door-key-file, whose key is --engine-api-key. "
-            "This server is then a door: it checks keys and limits, and tells the group's server for which client a "
+            description="URL engines are servers of llmserve with --gateway-key-file, whose key is --engine-api-key. "
+            "This server is then a gateway: it checks keys and limits, and tells the group's server for which client a "
             "request is"
         ),
     ] = False
@@ -97,7 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="file of `llmserve plan`: groups of workers, with their models and streams. With --group, "
-            "this server is that of one group. With --engines-are-groups, this server is the door, and the engine "
+            "this server is that of one group. With --engines-are-groups, this server is the gateway, and the engine "
             "NAME=URL is the server of group NAME. `llmserve up` starts them all"
         ),
     ] = None
@@ -173,8 +173,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("group has no effect without --plan")
         if self.plan is not None and (self.group is None) != self.engines_are_groups:
             raise ConfigError(
-                "plan: a server has one group. Give --group (or --engines-are-groups, to a door), or start all groups "
-                "with `llmserve up CLUSTER.toml --plan PLAN.json`"
+                "plan: a server has one group. Give --group (or --engines-are-groups, to a gateway), or start all "
+                "groups with `llmserve up CLUSTER.toml --plan PLAN.json`"
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +14,8 @@ from llmserve.runtime.logs import LogFormat
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the server listens, and for which clients"""
 
+    removed: ClassVar[Mapping[str, str]] = {"door_key_file": "the setting is gateway_key_file now"}
+
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     api_key_file: Annotated[
@@ -22,11 +25,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "weight and budgets. Without the file, no key is required"
         ),
     ] = None
-    door_key_file: Annotated[
+    gateway_key_file: Annotated[
         str | None,
         Meta(
-            description="file with the key of doors (servers with --engines-are-groups). Whoever sends this key may "
-            "say for which client a request is. Without --api-key-file, only doors are served"
+            description="file with the key of gateways (servers with --engines-are-groups). Whoever sends this key may "
+            "say for which client a request is. Without --api-key-file, only gateways are served"
         ),
     ] = None
     admin_key_file: Annotated[

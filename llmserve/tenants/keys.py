@@ -13,7 +13,7 @@ from llmserve.tenants.authentication import Keys
 from llmserve.tenants.key_file import KeyFile, Limits, read_key_file, read_keys
 
 USAGE_FILE = "usage.sqlite"
-DOOR = "/door"  # name of the doors' key: no client's key has a slash in its name
+GATEWAY = "/door"  # name of the gateways' key: no client's key has a slash in its name
 
 
 def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
@@ -29,11 +29,11 @@ def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
         raise ConfigError("usage_file: only a TOML file of --api-key-file has budgets")
     if file.has_budgets and usage_path(config) is None:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
-    if server.door_key_file is not None:
-        (key,) = read_keys(Path(server.door_key_file), warns=warns).values()
+    if server.gateway_key_file is not None:
+        (key,) = read_keys(Path(server.gateway_key_file), warns=warns).values()
         if key in file.keys.values():
-            raise ConfigError(f"{server.door_key_file}: a client has the doors' key, too")
-        file = replace(file, keys={**file.keys, DOOR: key})
+            raise ConfigError(f"{server.gateway_key_file}: a client has the gateways' key, too")
+        file = replace(file, keys={**file.keys, GATEWAY: key})
     return file
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard, key_of
-from llmserve.tenants.keys import DOOR
+from llmserve.tenants.keys import GATEWAY
 from llmserve.wire.headers import ENGINE_HEADER
 
 
@@ -32,6 +32,6 @@ class ResponseEndpoints:
         if request.url.query:
             path += f"?{quote(request.url.query, safe='=&%+,[]')}"
         key, body = key_of(request), await request.body() or None
-        owner = key if key != DOOR else None
+        owner = key if key != GATEWAY else None
         engine, passed = await self._cluster.routes.pass_on(response_id, owner, request.method, path, body)
         return Response(passed.body, passed.status, {ENGINE_HEADER: engine}, passed.content_type)

@@ -4,7 +4,7 @@ SLO_HEADER = "x-llmserve-slo-ms"  # deadline, milliseconds after the arrival
 STREAM_HEADER = "x-llmserve-stream"  # name of the stream, after the client's key and a slash; default: the key
 STREAM_CHARS_MAX = 64
 PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # the client's own prediction, used instead of the predictor's
-ASKER_HEADER = "x-llmserve-asker"  # from a door to a group: who asks, see terms.py
+ASKER_HEADER = "x-llmserve-asker"  # from a gateway to a group: who asks, see terms.py
 RECEIPT_HEADER = "x-llmserve-receipt"  # true: the last chunk of a stream has the headers below as a field, too
 
 # Headers of an answer, which describe how it was served.

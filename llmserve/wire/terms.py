@@ -29,4 +29,6 @@ def forwarded_terms(header: str) -> Terms:
     try:
         return _DECODER.decode(header.encode("latin-1"))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the header {ASKER_HEADER} is not what a door sends: {error}", param=ASKER_HEADER) from error
+        raise BadRequest(
+            f"the header {ASKER_HEADER} is not what a gateway sends: {error}", param=ASKER_HEADER
+        ) from error

@@ -213,13 +213,15 @@ async def test_a_request_that_is_asked_again_counts_once_and_can_be_left(start_f
         await until(lambda: not handle.running)
 
 
-async def test_a_door_hands_the_refusal_of_a_groups_engine_to_the_group(start_front: StartFront, tmp_path: Any) -> None:
-    key = tmp_path / "door"
-    key.write_text("door: a-long-key-of-doors")
+async def test_a_gateway_hands_the_refusal_of_a_groups_engine_to_the_group(
+    start_front: StartFront, tmp_path: Any
+) -> None:
+    key = tmp_path / "gateway"
+    key.write_text("gateway: a-long-key-of-gateways")
     async with serving(Strict(unless_absent("stream_options"))) as engine:
-        group = await start_front(engine.url, server=ServerConfig(port=0, door_key_file=str(key)))
-        config = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="a-long-key-of-doors")
-        door = await start_front(engines=config)
+        group = await start_front(engine.url, server=ServerConfig(port=0, gateway_key_file=str(key)))
+        config = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="a-long-key-of-gateways")
+        gateway = await start_front(engines=config)
         for _ in range(2):
-            assert await ask(door) == (200, STREAM + END + DONE)
+            assert await ask(gateway) == (200, STREAM + END + DONE)
         assert engine.fields[-1] == set()

@@ -298,12 +298,12 @@ async def test_calls_go_to_the_engines_that_have_the_endpoint(start_front: Start
 async def test_a_server_in_front_of_this_one_learns_its_endpoints(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0, endpoints=("/v1/chat/completions", "/v1/responses")) as engine:
         inner = await start_front(engine)
-        door = await start_front(inner.url)
-        async with door.post("/v1/embeddings", input="a") as response:
+        gateway = await start_front(inner.url)
+        async with gateway.post("/v1/embeddings", input="a") as response:
             assert response.status == 404
-        first = await client(door).responses.create(model="fake", input="a")
-        await client(door).responses.create(model="fake", input="b", previous_response_id=first.id)
-        assert (await client(door).responses.retrieve(first.id)).id == first.id
+        first = await client(gateway).responses.create(model="fake", input="a")
+        await client(gateway).responses.create(model="fake", input="b", previous_response_id=first.id)
+        assert (await client(gateway).responses.retrieve(first.id)).id == first.id
     assert len(engine.bodies) == 2
 
 
@@ -333,16 +333,16 @@ async def test_a_request_waits_for_the_first_engine(start_front: StartFront, end
 
 
 async def test_invented_models_open_few_lanes(start_front: StartFront, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "LANES_UNLISTED_MAX", 8)
+    monkeypatch.setattr(routes, "ROUTE_QUEUES_UNLISTED_MAX", 8)
     async with FakeEngine(step_s=0) as engine:
         port = int(engine.url.rpartition(":")[2])
     front = await start_front(engine.url, wait=False)
     asked = [read(front, "/v1/embeddings", {"model": f"m{number}", "input": "a"}) for number in range(12)]
     asking = asyncio.gather(*asked)
-    await until(lambda: front.cluster.fleet.lanes == 8)
+    await until(lambda: front.cluster.fleet.route_queues == 8)
     async with FakeEngine(step_s=0, port=port):
         assert set(await asking) == {404, 503}
-    assert front.cluster.fleet.lanes == 0
+    assert front.cluster.fleet.route_queues == 0
 
 
 async def test_a_response_goes_on_where_the_first_one_was(start_front: StartFront) -> None:
@@ -410,28 +410,28 @@ async def test_a_response_belongs_to_its_key_after_a_restart(
         assert await may("sk-alice") == [remembers, remembers, remembers]
 
 
-async def test_a_door_passes_on_what_its_groups_keep_and_only_to_whose_it_is(
+async def test_a_gateway_passes_on_what_its_groups_keep_and_only_to_whose_it_is(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    keys, door_key = tmp_path / "keys", tmp_path / "door"
+    keys, gateway_key = tmp_path / "keys", tmp_path / "gateway"
     keys.write_text("alice: sk-alice\nbob: sk-bob\n")
-    door_key.write_text("sk-door\n")
+    gateway_key.write_text("sk-gateway\n")
     async with FakeEngine(step_s=0) as engine:
-        group = await start_front(engine, server=ServerConfig(port=0, door_key_file=str(door_key)))
-        engines = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="sk-door")
-        doors = [
+        group = await start_front(engine, server=ServerConfig(port=0, gateway_key_file=str(gateway_key)))
+        engines = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="sk-gateway")
+        gateways = [
             await start_front(group.url, engines=engines, server=ServerConfig(port=0, api_key_file=str(keys)))
             for _ in range(2)
         ]
-        first = await client(doors[0], "sk-alice").responses.create(model="fake", input="a")
-        assert (await client(doors[0], "sk-alice").responses.retrieve(first.id)).id == first.id
+        first = await client(gateways[0], "sk-alice").responses.create(model="fake", input="a")
+        assert (await client(gateways[0], "sk-alice").responses.retrieve(first.id)).id == first.id
         more: dict[str, Any] = {"model": "fake", "input": "a", "previous_response_id": first.id}
-        for door in doors:  # the second has not heard of the response, but the group has
-            await client(door, "sk-alice").responses.create(**more)
+        for gateway in gateways:  # the second has not heard of the response, but the group has
+            await client(gateway, "sk-alice").responses.create(**more)
             with pytest.raises(openai.NotFoundError):
-                await client(door, "sk-bob").responses.create(**more)
+                await client(gateway, "sk-bob").responses.create(**more)
             with pytest.raises(openai.NotFoundError):
-                await client(door, "sk-bob").responses.delete(first.id)
+                await client(gateway, "sk-bob").responses.delete(first.id)
 
 
 async def test_an_adapter_is_served_by_the_engines_that_have_loaded_it(start_front: StartFront) -> None:

@@ -65,12 +65,12 @@ def test_a_feature_adds_a_stage_to_the_end_of_a_list() -> None:
 
 
 def test_the_call_is_what_the_stages_have_decided() -> None:
-    draft = Draft(CHAT, body=body(max_tokens=5, priority=2), key="ann", slo_s=2.0, lane="m @e")
+    draft = Draft(CHAT, body=body(max_tokens=5, priority=2), key="ann", slo_s=2.0, route_queue="m @e")
     Admission(body=[READING]).read(draft)
     draft.model, draft.share = "other", "s"
     call = Admission(last=[own_stream]).decide(draft)
     assert (call.model, call.prompt.sender, call.terms.key) == ("other", "ann", "ann")
-    assert (call.terms.stream_name, call.terms.share, call.lane, call.priority) == ("ann", "s", "m @e", 2)
+    assert (call.terms.stream_name, call.terms.share, call.route_queue, call.priority) == ("ann", "s", "m @e", 2)
     assert call.bounds.output_tokens_max == 5
     assert json.loads(call.wire.body)["model"] == "m", "only a stage changes the body"
 
@@ -106,13 +106,13 @@ def test_the_weight_of_nobodys_share_stays_out_of_journals_and_headers() -> None
 
 def test_the_terms_that_a_gateway_forwards_arrive_as_they_were() -> None:
     header = header_of(TERMS).split(b": ", 1)[1].strip().decode("latin-1")
-    draft = Draft(CHAT, {ASKER_HEADER: header}, key="/door", stream_name="of the gateway", slo_s=9.0)
+    draft = Draft(CHAT, {ASKER_HEADER: header}, key="/gateway", stream_name="of the gateway", slo_s=9.0)
     forwarded_identity(draft)
     assert draft.terms == TERMS
 
 
 def test_a_gateway_that_asks_for_itself_has_no_key_and_its_own_headers() -> None:
-    draft = Draft(CHAT, key="/door", stream_name="own", slo_s=9.0)
+    draft = Draft(CHAT, key="/gateway", stream_name="own", slo_s=9.0)
     forwarded_identity(draft)
     assert draft.terms == Terms(stream_name="own", slo_s=9.0)
 

@@ -1,4 +1,4 @@
-"""The laboratory's fleet at small size: 2 doors, 3 groups, nodes that die."""
+"""The laboratory's fleet at small size: 2 gateways, 3 groups, nodes that die."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESTART_S = 5.0
 def settings(*deaths: Death, load: float = 0.7, pools: int = 1, span_s: float = 40.0, seed: int = 0) -> Settings:
     """3 groups of 16 GPUs, each on two nodes, of one pool."""
     peak = load * SPEED.requests_per_s(50.0) * 48 / pools
-    traffic = Traffic((peak,) * pools, (0.7, 0.3), span_s, doors=2, tokens_mean=50.0, slo_s=60.0, seed=seed)
+    traffic = Traffic((peak,) * pools, (0.7, 0.3), span_s, gateways=2, tokens_mean=50.0, slo_s=60.0, seed=seed)
     return Settings(tuple(places(48, 3, pools)), Deaths(deaths, RESTART_S), traffic, SPEED, models=2)
 
 
@@ -56,7 +56,7 @@ def test_requests_of_a_lost_group_go_to_another() -> None:
     assert sum(outcome == "lost" for outcome in results.outcomes) <= 16 * SPEED.slots
 
 
-def test_requests_wait_at_their_doors_while_no_group_of_their_pool_is_up() -> None:
+def test_requests_wait_at_their_gateways_while_no_group_of_their_pool_is_up() -> None:
     results = simulated(settings(Death(range(6), (20.0, 21.0))))
     waited = np.array(results.waited_s)[(np.array(results.arrived_s) > 20.0) & (np.array(results.arrived_s) < 21.0)]
     assert waited.min() > RESTART_S - 1.0

@@ -1,4 +1,4 @@
-"""What the scheduler hears of engines, by their probes and their operator's orders, through the fleet's one door."""
+"""What the scheduler hears of engines, by probes and by operators' orders, through the fleet's one entrance."""
 
 from __future__ import annotations
 

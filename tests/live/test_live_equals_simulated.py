@@ -371,12 +371,12 @@ def predicted_interval(
     rng = np.random.default_rng(7)
     engines, header = engines or live.engines, header or live.header
     rows = []
-    for added_s, door_s in (_added_alone(live), _added_in_bursts(live, rng)):
+    for added_s, gateway_s in (_added_alone(live), _added_in_bursts(live, rng)):
         for _ in range(RUNS):
             drawn = zip(live.tokens.items(), rng.choice(added_s, len(live.tokens)).tolist(), strict=True)
             took_s = {id_: live.world.alone_s(tokens) + extra_s for (id_, tokens), extra_s in drawn}
             steps = simulate(live, header.scheduler(), timed_engines(live, engines, took_s))
-            rows.append(_simulated_figures(live, steps, took_s, door_s))
+            rows.append(_simulated_figures(live, steps, took_s, gateway_s))
     return Figures(*np.min(rows, axis=0) * (1 - MARGIN)), Figures(*np.max(rows, axis=0) * (1 + MARGIN))
 
 
@@ -402,11 +402,11 @@ def _added(live: Live, ids: Sequence[int]) -> NDArray[np.float64]:
     return np.array([on_engine_s, elsewhere_s])
 
 
-def _simulated_figures(live: Live, steps: list[Step], took_s: Mapping[int, float], door_s: float) -> Figures:
+def _simulated_figures(live: Live, steps: list[Step], took_s: Mapping[int, float], gateway_s: float) -> Figures:
     times = times_of(steps, live.world.barrier)
     # The simulator ends a static batch as one; on a live engine each answer ends with its own last token.
     own_end_s = {id_: times.started[id_] + took_s[id_] for id_ in times.ended} if live.world.barrier else times.ended
-    return figures(times, {id_: at_s - times.arrived[id_] + door_s for id_, at_s in own_end_s.items()})
+    return figures(times, {id_: at_s - times.arrived[id_] + gateway_s for id_, at_s in own_end_s.items()})
 
 
 def mean(values: Sequence[float]) -> float:

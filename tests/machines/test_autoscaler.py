@@ -45,7 +45,7 @@ replicas_max = 2
 cpus = 1
 args = ["--step-s", "0.05", "--slots", "4"]
 
-[door]
+[gateway]
 port = {port}
 """
 
@@ -140,12 +140,12 @@ def test_what_requests_want_beyond_the_nodes_makes_ray_add_nodes(address: str, t
     port, file = free_port(), tmp_path / "cluster.toml"
     file.write_text(FILE.replace("{port}", str(port)))
     at = ("--address", address)
-    llmserve("up", str(file), *at)  # the engine fills the head: the group and the door need a node already
+    llmserve("up", str(file), *at)  # the engine fills the head: the group and the gateway need a node already
 
     def rows() -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in json.loads(llmserve("status", "scaled", "--json", *at))["processes"]}
 
-    assert set(rows()) == {"chat-0", "group-all", "door-0"}
+    assert set(rows()) == {"chat-0", "group-all", "gateway-0"}
     with keep_asking(lambda: chat(port), clients=24) as answers:
         until_s = time.monotonic() + 90
         while rows().get("chat-1", {}).get("state") != "running":

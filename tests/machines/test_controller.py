@@ -45,7 +45,7 @@ gpus = 1
 models = []
 streams = [["night", "m"]]
 
-[door]
+[gateway]
 port = {port}
 """
 
@@ -56,7 +56,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        return self.controller.statuses["door-0"].url
+        return self.controller.statuses["gateway-0"].url
 
     async def chat(self, **fields: Any) -> tuple[int, str, str]:
         """Status, engine and text."""
@@ -144,7 +144,7 @@ model = "m"
 replicas_max = 2
 args = ["--step-s", "0.02", "--slots", "1"]
 
-[door]
+[gateway]
 port = {port}
 """
 

@@ -99,7 +99,7 @@ async def test_a_keeper_that_did_not_hear_of_a_change_is_told_again(tmp_path: Pa
     controller = controller_of(machines, desired_of(tmp_path))
     for _ in range(4):
         await controller.step()
-    assert set(machines.keepers) == {"m-0", "group-all", "door-0"}
+    assert set(machines.keepers) == {"m-0", "group-all", "gateway-0"}
 
     machines.begin("m-0", 2)  # on another node
     machines.deaf = True
@@ -124,7 +124,7 @@ async def test_engines_are_started_while_groups_want_them_and_drained_before_the
     await controller.exchange()
     for _ in range(3):
         await controller.step()
-    assert set(machines.keepers) == {"m-0", "m-1", "group-all", "door-0"}
+    assert set(machines.keepers) == {"m-0", "m-1", "group-all", "gateway-0"}
     assert '"m-1=http' in machines.keepers["group-all"][0].process.files["serve.toml"]
     assert controller.desired.replicas == {"m": 2}, "for a controller that goes on with it"
 

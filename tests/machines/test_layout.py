@@ -8,8 +8,8 @@ import pytest
 
 from llmserve.errors import ConfigError
 from llmserve.machines.cluster_file import ClusterFile, read_cluster
-from llmserve.machines.layout import Moves, doors_plan, owners
-from llmserve.machines.processes import Secrets, door_process, engines_of, group_process, workers_of
+from llmserve.machines.layout import Moves, gateways_plan, owners
+from llmserve.machines.processes import Secrets, engines_of, gateway_process, group_process, workers_of
 from llmserve.planning import HerdGroup, Plan
 
 SECRETS = Secrets("sk-d", "sk-e", "sk-a")
@@ -78,18 +78,18 @@ def test_engines_of_one_worker_share_its_gpus(tmp_path: Path) -> None:
     assert {process.gpus for process in engines_of(file, SECRETS).values()} == {0.5}
 
 
-def test_a_group_gets_its_engines_and_a_door_its_groups(tmp_path: Path) -> None:
+def test_a_group_gets_its_engines_and_a_gateway_its_groups(tmp_path: Path) -> None:
     file = cluster(tmp_path)
     group = group_process(file, "a", {"m-0": ("m-0", "http://h:1")}, SECRETS)
     assert 'engine = ["m-0=http://h:1"]' in group.files["serve.toml"]
     assert group.near == ("m-0",)
     plan = Plan((HerdGroup("a", 1, ("m",), streams=(("chat", "n"),), workers=("m-0",)),))
-    door = door_process(file, 1, 2, {"a": "http://h:2"}, "{}", None, SECRETS)
-    assert 'engine = ["a=http://h:2"]' in door.files["serve.toml"]
-    assert "limits_part = 0.5" in door.files["serve.toml"]
-    assert door.port == 8001
-    assert doors_plan(plan, {"a"}).groups == (HerdGroup("a", 1, ("m",), (("chat", "n"),), ("a",)),)
-    assert not any("sk-" in word for process in (group, door) for word in process.words), "no key in a command line"
+    gateway = gateway_process(file, 1, 2, {"a": "http://h:2"}, "{}", None, SECRETS)
+    assert 'engine = ["a=http://h:2"]' in gateway.files["serve.toml"]
+    assert "limits_part = 0.5" in gateway.files["serve.toml"]
+    assert gateway.port == 8001
+    assert gateways_plan(plan, {"a"}).groups == (HerdGroup("a", 1, ("m",), (("chat", "n"),), ("a",)),)
+    assert not any("sk-" in word for process in (group, gateway) for word in process.words), "no key in a command line"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_group_gets_its_engines_and_a_door_its_groups(tmp_path: Path) -> None:
         (TEXT + "\n[serve.scheduling]\nbatch_sise = 2", "batch_sise"),
         (TEXT + "\n[serve.magic]\na = 2", "no section"),
         (TEXT + '\n[serve.engines]\nengine = ["http://h"]', "follow from the plan"),
-        (TEXT + "\n[doors]\ncount = 2", "unknown field `doors`"),
+        (TEXT + "\n[gateways]\ncount = 2", "unknown field `gateways`"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:

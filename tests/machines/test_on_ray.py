@@ -30,7 +30,7 @@ model = "chat"
 replicas = 2
 args = ["--step-s", "0.005"]
 
-[door]
+[gateway]
 port = {port}
 """
 Llmserve = Callable[..., str]
@@ -71,7 +71,7 @@ def test_up_serves_what_is_killed_comes_back_and_down_leaves_nothing(llmserve: L
     assert chat(port)["usage"]["completion_tokens"] == 4
     before = rows(llmserve)
     assert {name: row["state"] for name, row in before.items()} == dict.fromkeys(
-        ("chat-0", "chat-1", "group-all", "door-0"), "running"
+        ("chat-0", "chat-1", "group-all", "gateway-0"), "running"
     )
 
     keeper = psutil.Process(before["group-all"]["pid"]).ppid()

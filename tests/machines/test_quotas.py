@@ -1,4 +1,4 @@
-"""Parts of the keys' limits, dealt between doors."""
+"""Parts of the keys' limits, dealt between gateways."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llmserve.tenants.limits import KeyLimits
 LIMIT = 600  # requests a minute
 
 
-class Door:
-    """The limits of a door with one key."""
+class Gateway:
+    """The limits of a gateway with one key."""
 
     def __init__(self, clock: list[float], part: float) -> None:
         policy = KeyPolicy(limits=Limits(requests_per_minute=LIMIT))
@@ -38,64 +38,64 @@ class Door:
         return self.limits.part_of["ann"]
 
 
-class Doors:
-    """Doors that exchange once a second."""
+class Gateways:
+    """Gateways that exchange once a second."""
 
     def __init__(self, count: int) -> None:
         self.clock = [0.0]
         self.quotas = Quotas()
-        self.doors = [Door(self.clock, 1.0 / count) for _ in range(count)]
+        self.gateways = [Gateway(self.clock, 1.0 / count) for _ in range(count)]
 
     def second(self, asks: Mapping[int, int]) -> None:
-        """asks : requests by door"""
+        """asks : requests by gateway"""
         for number, times in asks.items():
-            self.doors[number].ask(times)
+            self.gateways[number].ask(times)
         self.clock[0] += 1.0
-        parts = self.quotas.deal([str(number) for number in range(len(self.doors))])
-        for number, door in enumerate(self.doors):
-            door.limits.deal(parts[str(number)])
-            asked = door.limits.asked()
-            self.quotas.heard(str(number), asked, dict(door.limits.part_of))
-            assert sum(door.part for door in self.doors) <= 1.0 + 1e-9
+        parts = self.quotas.deal([str(number) for number in range(len(self.gateways))])
+        for number, gateway in enumerate(self.gateways):
+            gateway.limits.deal(parts[str(number)])
+            asked = gateway.limits.asked()
+            self.quotas.heard(str(number), asked, dict(gateway.limits.part_of))
+            assert sum(gateway.part for gateway in self.gateways) <= 1.0 + 1e-9
         self.quotas.decay()
 
     @property
     def admitted(self) -> int:
-        return sum(door.admitted for door in self.doors)
+        return sum(gateway.admitted for gateway in self.gateways)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400)), max_size=15), st.integers(1, 4))
 def test_no_key_gets_more_than_its_limit_wherever_it_asks(asks: list[tuple[int, int]], count: int) -> None:
-    doors = Doors(count)
+    gateways = Gateways(count)
     for number, times in asks:
-        doors.second({number % count: times})
+        gateways.second({number % count: times})
     most = LIMIT + LIMIT * len(asks) / 60
-    assert doors.admitted <= most + count
+    assert gateways.admitted <= most + count
 
 
 @pytest.mark.parametrize("asking", [(0,), (0, 1, 2), (1, 2)])
-def test_a_key_gets_its_limit_within_five_per_cent_over_all_doors(asking: tuple[int, ...]) -> None:
-    doors = Doors(3)
+def test_a_key_gets_its_limit_within_five_per_cent_over_all_gateways(asking: tuple[int, ...]) -> None:
+    gateways = Gateways(3)
     for _ in range(60):  # the first minute's bucket
-        doors.second(dict.fromkeys(asking, 60))
-    before = doors.admitted
+        gateways.second(dict.fromkeys(asking, 60))
+    before = gateways.admitted
     for _ in range(120):
-        doors.second(dict.fromkeys(asking, 60))
-    assert 0.95 * 2 * LIMIT <= doors.admitted - before <= 1.05 * 2 * LIMIT
+        gateways.second(dict.fromkeys(asking, 60))
+    assert 0.95 * 2 * LIMIT <= gateways.admitted - before <= 1.05 * 2 * LIMIT
 
 
-def test_parts_follow_a_key_that_moves_to_another_door() -> None:
-    doors = Doors(2)
+def test_parts_follow_a_key_that_moves_to_another_gateway() -> None:
+    gateways = Gateways(2)
     for _ in range(10):
-        doors.second({0: 10})
-    assert doors.doors[0].part == pytest.approx(1.0 - SPARE / 2)
+        gateways.second({0: 10})
+    assert gateways.gateways[0].part == pytest.approx(1.0 - SPARE / 2)
     for _ in range(12):
-        doors.second({1: 10})
-    assert doors.doors[1].part > 0.9
+        gateways.second({1: 10})
+    assert gateways.gateways[1].part > 0.9
 
 
-def test_the_parts_of_a_door_that_is_gone_are_free() -> None:
+def test_the_parts_of_a_gateway_that_is_gone_are_free() -> None:
     quotas = Quotas()
     quotas.heard("a", {"ann": 10}, {"ann": 0.9})
     quotas.heard("b", {"ann": 10}, {"ann": 0.1})
@@ -104,7 +104,7 @@ def test_the_parts_of_a_door_that_is_gone_are_free() -> None:
     assert quotas.deal(["b"])["b"]["ann"] == pytest.approx(1.0)
 
 
-def test_a_request_larger_than_a_doors_part_goes_when_the_bucket_is_full_and_leaves_a_debt() -> None:
+def test_a_request_larger_than_a_gateways_part_goes_when_the_bucket_is_full_and_leaves_a_debt() -> None:
     from llmserve.tenants.buckets import Bucket
 
     bucket = Bucket(100, 0.0, size=25.0)

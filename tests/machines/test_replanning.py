@@ -1,4 +1,4 @@
-"""Plans by the rates of all doors together."""
+"""Plans by the rates of all gateways together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gpus(plan: Plan) -> dict[tuple[str, ...], int]:
 
 
 async def planned(replanning: Replanning, first: Plan, rates: dict[str, float]) -> Plan | None:
-    """The plan after a window in which two doors had half of these rates each."""
+    """The plan after a window in which two gateways had half of these rates each."""
     for _ in range(2):
         replanning.observe([("all", model, round(rate * EVERY_S / 2)) for model, rate in rates.items()])
     plan = replanning.plan(first, EVERY_S + 0.1)
@@ -42,7 +42,7 @@ async def planned(replanning: Replanning, first: Plan, rates: dict[str, float]) 
     return plan
 
 
-async def test_groups_follow_the_sum_of_the_doors_rates(instance: Instance) -> None:
+async def test_groups_follow_the_sum_of_the_gateways_rates(instance: Instance) -> None:
     first = herd.plan(instance)
     assert gpus(first) == {("m",): 3, ("n",): 1}
     plan = await planned(Replanning(instance, EVERY_S), first, {"m": 20.0, "n": 90.0})

@@ -9,10 +9,10 @@ from llmserve.machines.store import Store
 
 
 def test_what_was_saved_is_there_for_the_next_process(tmp_path: Path) -> None:
-    Store(tmp_path / "store").save("process/door-0", b"one")
-    Store(tmp_path / "store").save("process/door-0", b"two")
-    assert Store(tmp_path / "store").load("process/door-0") == b"two"
-    assert Store(tmp_path / "store").load("process/door-1") is None
+    Store(tmp_path / "store").save("process/gateway-0", b"one")
+    Store(tmp_path / "store").save("process/gateway-0", b"two")
+    assert Store(tmp_path / "store").load("process/gateway-0") == b"two"
+    assert Store(tmp_path / "store").load("process/gateway-1") is None
 
 
 def test_a_value_and_all_values_can_be_forgotten(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def asked(engine: LyingEngine) -> list[bytes]:
     return [head for head in engine.heads if head.startswith(b"POST")]
 
 
-async def test_a_request_has_a_span_at_the_door_one_in_the_queue_and_one_on_the_engine(
+async def test_a_request_has_a_span_at_the_gateway_one_in_the_queue_and_one_on_the_engine(
     start_front: StartFront, collector: Collector
 ) -> None:
     async with FakeEngine(step_s=0.01) as engine:
@@ -76,20 +76,20 @@ async def test_a_request_has_a_span_at_the_door_one_in_the_queue_and_one_on_the_
         assert await ask(front, stream=True, max_tokens=5) == 200
         await until(lambda: len(collector.spans) == 3)
     name = engine.url.removeprefix("http://")
-    door, queue, run = (collector.spans[span] for span in ("POST /v1/chat/completions", "queue", f"engine {name}"))
+    gateway, queue, run = (collector.spans[span] for span in ("POST /v1/chat/completions", "queue", f"engine {name}"))
     assert collector.service == "llmserve"
-    assert door.trace_id == queue.trace_id == run.trace_id
-    assert (door.parent_span_id, queue.parent_span_id, run.parent_span_id) == (b"", door.span_id, door.span_id)
-    assert door.start_time_unix_nano <= queue.start_time_unix_nano <= queue.end_time_unix_nano
-    assert queue.end_time_unix_nano <= run.start_time_unix_nano < run.end_time_unix_nano <= door.end_time_unix_nano
+    assert gateway.trace_id == queue.trace_id == run.trace_id
+    assert (gateway.parent_span_id, queue.parent_span_id, run.parent_span_id) == (b"", gateway.span_id, gateway.span_id)
+    assert gateway.start_time_unix_nano <= queue.start_time_unix_nano <= queue.end_time_unix_nano
+    assert queue.end_time_unix_nano <= run.start_time_unix_nano < run.end_time_unix_nano <= gateway.end_time_unix_nano
     assert run.end_time_unix_nano - run.start_time_unix_nano >= 0.04e9
     (event,) = run.events
     assert run.start_time_unix_nano < event.time_unix_nano < run.end_time_unix_nano
     asked = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "fake", "gen_ai.request.max_tokens": 5}
-    assert asked.items() <= attributes(door).items()
+    assert asked.items() <= attributes(gateway).items()
     assert {**asked, "gen_ai.usage.output_tokens": 5, "llmserve.attempt": 1}.items() <= attributes(run).items()
-    assert attributes(door)["http.response.status_code"] == 200
-    assert attributes(door)["llmserve.request_id"] == "llmserve-1"
+    assert attributes(gateway)["http.response.status_code"] == 200
+    assert attributes(gateway)["llmserve.request_id"] == "llmserve-1"
     assert attributes(queue)["llmserve.order"] == "boost"
     assert attributes(queue)["llmserve.forecast"] in ("none", "recent")
 
@@ -136,9 +136,9 @@ async def test_a_request_that_the_queue_refuses_ends_its_trace(start_front: Star
         front.cluster.driver.step(DrainRequested())
         assert await ask(front) == 503
         await until(lambda: len(collector.spans) == 2)
-    door = collector.spans["POST /v1/chat/completions"]
-    assert attributes(door)["error.type"] == "draining"
-    assert attributes(door)["http.response.status_code"] == 503
+    gateway = collector.spans["POST /v1/chat/completions"]
+    assert attributes(gateway)["error.type"] == "draining"
+    assert attributes(gateway)["http.response.status_code"] == 503
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:

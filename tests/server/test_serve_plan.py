@@ -1,4 +1,4 @@
-"""`--plan`: a door's groups, or with `--group` the server of one group."""
+"""`--plan`: a gateway's groups, or with `--group` the server of one group."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def name_of(fake: FakeEngine) -> str:
     return fake.url.removeprefix("http://")
 
 
-# ---- a door ----
+# ---- a gateway ----
 
 
-async def test_a_door_sends_requests_to_the_group_of_their_model_or_stream_and_the_rest_anywhere(
+async def test_a_gateway_sends_requests_to_the_group_of_their_model_or_stream_and_the_rest_anywhere(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     plan = saved(tmp_path, HerdGroup("w0", 1, ("m",)), HerdGroup("w1", 1, ("n",), streams=(("chat", "m"),)))
@@ -134,7 +134,7 @@ async def test_an_unknown_group_is_an_error_with_the_nearest_name(tmp_path: Path
             raise AssertionError("it must not start")
 
 
-async def test_a_group_without_a_server_behind_its_door_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+async def test_a_group_without_a_server_behind_its_gateway_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",)))
     engine = EngineConfig(engine=("lift=http://127.0.0.1:9",), plan=plan, engines_are_groups=True)
     with pytest.raises(ConfigError, match="no engine left=URL is the server of the group left; did you mean lift"):
@@ -145,7 +145,7 @@ async def test_a_group_without_a_server_behind_its_door_is_an_error_with_the_nea
 # ---- a single group ----
 
 
-@pytest.mark.parametrize("settings", [{"engines_are_groups": True}, {"group": "w0"}], ids=["door", "group"])
+@pytest.mark.parametrize("settings", [{"engines_are_groups": True}, {"group": "w0"}], ids=["gateway", "group"])
 async def test_a_model_of_the_plan_without_an_engine_is_503_and_not_404(
     start_front: StartFront, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -251,7 +251,7 @@ async def test_a_group_without_an_engine_here_is_an_error(tmp_path: Path) -> Non
 
 
 async def test_a_plan_and_engines_that_are_read_again_take_effect_together(tmp_path: Path) -> None:
-    """A door follows another plan so: groups come and go while requests run."""
+    """A gateway follows another plan so: groups come and go while requests run."""
     async with engines(3, slots=2) as fakes, aiohttp.ClientSession() as session:
         before = Config(
             server=ServerConfig(port=0),

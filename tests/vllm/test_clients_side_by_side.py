@@ -148,7 +148,7 @@ async def litellm(url: str) -> list[Any]:
     responses = await lite.aresponses(model=f"openai/{MODEL}", input=QUESTION, **common)
     place: Any = {"model": f"hosted_vllm/{EMBEDDER}", "api_key": "none"}
     vectors = await lite.aembedding(**place, api_base=f"{url}/v1", input=["red", "green"])
-    ranked = await lite.arerank(**place, api_base=url, query="red", documents=["a red door", "green"])
+    ranked = await lite.arerank(**place, api_base=url, query="red", documents=["a red gateway", "green"])
     return [
         whole.choices[0].message.content,
         "".join([chunk.choices[0].delta.content or "" for chunk in streamed]),

@@ -1,4 +1,4 @@
-"""`llmserve up` with the real vLLM as its engine: Ray starts, keeps and restarts vLLM, and a door answers."""
+"""`llmserve up` with the real vLLM as its engine: Ray starts, keeps and restarts vLLM, and a gateway answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llmserve(tmp_path: Path) -> Iterator[Llmserve]:
     run("down", "real", "--drain-s", "1", check=False)
 
 
-def test_vllm_under_ray_answers_through_a_door_and_comes_back_when_killed(
+def test_vllm_under_ray_answers_through_a_gateway_and_comes_back_when_killed(
     llmserve: Llmserve, vllm_python: str, tmp_path: Path
 ) -> None:
     port, file = free_port(), tmp_path / "cluster.toml"
@@ -55,13 +55,13 @@ def test_vllm_under_ray_answers_through_a_door_and_comes_back_when_killed(
         model = "{MODEL}"
         python = "{vllm_python}"
         args = {json.dumps([*ARGS, "--served-model-name", str(MODEL), "--max-num-seqs", "4"])}
-        [door]
+        [gateway]
         port = {port}
     """)
     assert f"http://127.0.0.1:{port}/v1" in llmserve("up", str(file), "--num-cpus", "2")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START_S)
     until_s = time.monotonic() + START_S
-    while not (models := [model.id for model in client.models.list()]):  # the door's next probe hears of the model
+    while not (models := [model.id for model in client.models.list()]):  # the gateway's next probe hears of the model
         assert time.monotonic() < until_s
         time.sleep(0.2)
     exact: Any = {"model": models[0], "messages": COUNT, "temperature": 0, "max_tokens": 80}

@@ -163,9 +163,9 @@ class Server:
         self.batches = BatchStore(base, BatchLimits())
         self.work = OwnerStore(base, self.servers)
         self.folder = Folder(world.home / "files")
-        parts: Any = _Checker(world, self), Door(world, self)
-        checker, door = parts
-        self.runner = Runner(self.work, self.folder, checker, door, clock=world.clock)
+        parts: Any = _Checker(world, self), Gateway(world, self)
+        checker, gateway = parts
+        self.runner = Runner(self.work, self.folder, checker, gateway, clock=world.clock)
 
     async def breathe(self) -> None:
         """A moment at which the server may be found dead."""
@@ -223,7 +223,7 @@ class _Checker:
         return []
 
 
-class Door:
+class Gateway:
     """Stands for the queue and the engines: answers late, or fails."""
 
     is_open, barrier = True, False

@@ -2,7 +2,8 @@
 
 When a node dies its engines are lost: requests whose clients have bytes of the answer end with an error, and the
 others run again. When the scheduler's own node dies every connection through it breaks: requests without a byte go
-back to their doors, and the engines that live are taken again by the restarted scheduler, idle and with empty counters.
+back to their gateways, and the engines that live are taken again by the restarted scheduler, idle and with empty
+counters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from questions.fleet.layout import Deaths, GroupPlace, Span
 from questions.fleet.traffic import Sent
 
 Outcome = Literal["completed", "lost", "late", "refused"]
-RETRIED = ("no_engine", "queue_full", "engine_failed", "draining")  # reasons for which a door asks another group
+RETRIED = ("no_engine", "queue_full", "engine_failed", "draining")  # reasons for which a gateway asks another group
 OUTCOMES: dict[str, Outcome] = {"deadline_exceeded": "late", "engine_lost": "lost"}  # by reason; others: refused
 
 
@@ -62,10 +63,10 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """What a group tells its doors at the end of a round.
+    """What a group tells its gateways at the end of a round.
 
     ended    requests that ended here
-    again    ids of requests without a byte, which their doors send to another group
+    again    ids of requests without a byte, which their gateways send to another group
     present  requests that wait or run; slots : of its living engines; 0: the group is down
     served   weighted tokens by key, since the last round
     """

@@ -1,4 +1,4 @@
-"""A fleet in rounds of one second: its doors, its groups in one process or several, and what came of every request."""
+"""A fleet in rounds of one second: its gateways, its groups in one process or several, what came of each request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.collector import collector_paused
 from questions.fleet.counters import Controller, Served
-from questions.fleet.door import Board, Door, Held, Routed, again_at
+from questions.fleet.gateway import Board, Gateway, Held, Routed, again_at
 from questions.fleet.group import Ended, EngineSpeed, GroupProcess, Report
 from questions.fleet.layout import Deaths, GroupPlace
 from questions.fleet.traffic import Sent, Traffic
@@ -56,8 +56,8 @@ class Results:
     tokens           that the request got; offered_tokens : that its answer has
     waited_s         until the last start on an engine; NaN: never started
     groups           number of groups that had the request
-    sent, routed     requests; decisions of doors, which are more where a request needs another group
-    door_s           of this machine, for all doors; controller_s : for the controller
+    sent, routed     requests; decisions of gateways, which are more where a request needs another group
+    gateway_s           of this machine, for all gateways; controller_s : for the controller
     controller_rows  numbers that groups sent to the controller and back
     behind           weighted tokens; see Controller
     step_ns          of every step of a scheduler
@@ -75,7 +75,7 @@ class Results:
     sent: int = 0
     rounds: int = 0
     routed: int = 0
-    door_s: float = 0.0
+    gateway_s: float = 0.0
     controller_s: float = 0.0
     controller_rows: int = 0
     behind: list[float] = field(default_factory=list)
@@ -193,13 +193,15 @@ def _halls(settings: Settings) -> Iterator[list[Hall]]:
 
 
 class Fleet:
-    """The doors and the controller, and what came of the requests. Each request must end once, at its door."""
+    """The gateways and the controller, and what came of the requests. Each request must end once, at its gateway."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.results = Results()
-        self._doors = [Door(random.Random(f"{settings.traffic.seed} {k}")) for k in range(settings.traffic.doors)]
-        self._door_of: dict[int, Door] = {}
+        self._gateways = [
+            Gateway(random.Random(f"{settings.traffic.seed} {k}")) for k in range(settings.traffic.gateways)
+        ]
+        self._gateway_of: dict[int, Gateway] = {}
         self._controller = Controller(settings.pool_of, settings.pools)
         self._again: list[int] = []  # requests that need another group, in the order of their ids
         count, slots = len(settings.places), settings.speed.slots
@@ -210,7 +212,7 @@ class Fleet:
     @property
     def open(self) -> int:
         """Requests that have not ended."""
-        return len(self._door_of)
+        return len(self._gateway_of)
 
     def run(self, progress: Callable[[float], None] = lambda at_s: None) -> Results:
         with _halls(self.settings) as halls, collector_paused():
@@ -225,7 +227,7 @@ class Fleet:
         assert not self.open, f"{self.open} requests never ended"
         self.results.rounds, self.results.behind = second, self._controller.behind
         self.results.controller_rows = self._controller.rows
-        self.results.routed = sum(door.routed for door in self._doors)
+        self.results.routed = sum(gateway.routed for gateway in self._gateways)
         return self.results
 
     def _round(self, second: int, halls: Sequence[Hall]) -> None:
@@ -235,7 +237,7 @@ class Fleet:
         self.results.sent += len(arrived)
         began_s = time.perf_counter()
         routed = self._route(float(second), arrived)
-        self.results.door_s += time.perf_counter() - began_s
+        self.results.gateway_s += time.perf_counter() - began_s
         for hall in halls:
             hall.begin(second + 1.0, routed, self._told)
         reports = sorted([report for hall in halls for report in hall.reports()], key=lambda report: report.group)
@@ -250,30 +252,30 @@ class Fleet:
             self.results.controller_s += time.perf_counter() - began_s
 
     def _end(self, ended: Ended) -> None:
-        self.results.add(self._door_of.pop(ended.request_id).end(ended.request_id), ended)
+        self.results.add(self._gateway_of.pop(ended.request_id).end(ended.request_id), ended)
 
     def _route(self, now_s: float, arrived: Sequence[Sent]) -> dict[int, list[Sent]]:
         """The requests of the round by group: first those that need another group, then the new ones."""
         routed: dict[int, list[Sent]] = {}
-        for door in self._doors:
-            door.begin_round()
+        for gateway in self._gateways:
+            gateway.begin_round()
         again, self._again = self._again, []
         for request_id in again:
-            door = self._door_of[request_id]
-            sent = door.held[request_id].sent
+            gateway = self._gateway_of[request_id]
+            sent = gateway.held[request_id].sent
             late = sent.request.deadline_s is not None and sent.request.deadline_s <= now_s
-            if late or door.gives_up(request_id):
+            if late or gateway.gives_up(request_id):
                 self._end(Ended(request_id, now_s, "late" if late else "refused", 0.0, None))
             else:
-                self._send(door, again_at(sent, now_s), routed)
+                self._send(gateway, again_at(sent, now_s), routed)
         for sent in arrived:
-            door = self._door_of[sent.request.id] = self._doors[sent.door]
-            door.take(sent)
-            self._send(door, sent, routed)
+            gateway = self._gateway_of[sent.request.id] = self._gateways[sent.gateway]
+            gateway.take(sent)
+            self._send(gateway, sent, routed)
         return routed
 
-    def _send(self, door: Door, sent: Sent, routed: dict[int, list[Sent]]) -> None:
-        group = door.route(sent.request.id, self._board)
+    def _send(self, gateway: Gateway, sent: Sent, routed: dict[int, list[Sent]]) -> None:
+        group = gateway.route(sent.request.id, self._board)
         if group is None:
             self._again.append(sent.request.id)
         else:

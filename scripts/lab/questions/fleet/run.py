@@ -1,4 +1,4 @@
-"""A fleet of 10,000 GPUs in 850 groups behind 100 doors, over a day with bursts, while nodes and racks die.
+"""A fleet of 10,000 GPUs in 850 groups behind 100 gateways, over a day with bursts, while nodes and racks die.
 
     python scripts/lab fleet --output docs/results/fleet.json --plot docs/results/fleet.png
 
@@ -10,7 +10,7 @@ the scheduler of a lost group is back after 10 s. Answers have 400 tokens on ave
 
     day       the fleet as described
     calm      a tenth of the fleet, and nothing dies
-    alone     85 groups as large, each alone in its pool, with its own door, with the same traffic for each GPU
+    alone     85 groups as large, each alone in its pool, with its own gateway, with the same traffic for each GPU
     full      a tenth of the fleet for a minute at 130 % of the capacity, without bursts or deaths; "full, alone" beside
     step      what a step of one group's scheduler costs while 1, 85 or 850 groups are there; beside it, a step of one
               scheduler that holds 1, 85 or 850 groups itself
@@ -55,7 +55,7 @@ BIN_S = 5.0
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--span-s", type=float, default=240.0, help="simulated seconds of the day")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the GPUs, groups, pools and doors")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the GPUs, groups, pools and gateways")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-only", action="store_true", help="measure `step` only: the runs in --output stay")
@@ -94,11 +94,11 @@ def main() -> None:
 
 
 def fleet_of(span_s: float, scale: float, seed: int, processes: int) -> Settings:
-    gpus, groups, pools, doors = (max(1, round(number * scale)) for number in (GPUS, GROUPS, POOLS, DOORS))
+    gpus, groups, pools, gateways = (max(1, round(number * scale)) for number in (GPUS, GROUPS, POOLS, DOORS))
     rng = np.random.default_rng(seed)
     nodes, racks = round(NODES * scale), round(RACKS * scale)
     deaths = drawn_deaths(gpus, span_s, nodes=nodes, racks=racks, down_s=DOWN_S, restart_s=RESTART_S, rng=rng)
-    return _settings(gpus, groups, pools, doors, span_s, seed, deaths, processes)
+    return _settings(gpus, groups, pools, gateways, span_s, seed, deaths, processes)
 
 
 def alone_of(span_s: float, seed: int) -> Settings:
@@ -115,13 +115,13 @@ def full(settings: Settings) -> Settings:
 
 
 def _settings(
-    gpus: int, groups: int, pools: int, doors: int, span_s: float, seed: int, deaths: Deaths, processes: int
+    gpus: int, groups: int, pools: int, gateways: int, span_s: float, seed: int, deaths: Deaths, processes: int
 ) -> Settings:
     where = tuple(places(gpus, groups, pools))
     of_pools = np.bincount([place.pool for place in where], [len(place.engines) for place in where])
     peak_per_s = tuple((PEAK_LOAD * SPEED.requests_per_s(TOKENS_MEAN) * of_pools).tolist())
     bursts = drawn_bursts(pools, len(MODEL_SHARES), span_s, BURSTS_EACH, np.random.default_rng(seed + 1_000))
-    traffic = Traffic(peak_per_s, MODEL_SHARES, span_s, doors, TOKENS_MEAN, SLO_S, bursts, seed=seed)
+    traffic = Traffic(peak_per_s, MODEL_SHARES, span_s, gateways, TOKENS_MEAN, SLO_S, bursts, seed=seed)
     return Settings(where, deaths, traffic, SPEED, len(MODEL_SHARES), processes=processes)
 
 
@@ -156,7 +156,7 @@ def summary(settings: Settings, results: Results) -> dict[str, Any]:
     return {
         "gpus": gpus,
         "groups": groups,
-        "doors": settings.traffic.doors,
+        "gateways": settings.traffic.gateways,
         "requests": results.sent,
         **{f"{name}_requests": count for name, count in outcomes(results).items()},
         "moved_requests": int(np.count_nonzero(np.array(results.groups) > 1)),
@@ -174,8 +174,8 @@ def summary(settings: Settings, results: Results) -> dict[str, Any]:
         "steps_per_group_s": results.step_ns.size / rounds / groups,
         "step_us_p50": float(np.percentile(step_us, 50)),
         "group_ms_per_s": float(results.step_ns.size / rounds / groups * np.percentile(step_us, 50) / 1e3),
-        "routed_per_door_s": results.routed / rounds / settings.traffic.doors,
-        "route_us": results.door_s / results.routed * 1e6,
+        "routed_per_gateway_s": results.routed / rounds / settings.traffic.gateways,
+        "route_us": results.gateway_s / results.routed * 1e6,
         "controller_rows_per_s": results.controller_rows / rounds,
         "controller_ms_per_s": results.controller_s / rounds * 1e3,
     }
@@ -303,4 +303,4 @@ def _p99(values: Any) -> float:
 
 def _title(day: Settings) -> str:
     gpus = sum(len(place.engines) for place in day.places)
-    return f"{gpus:,} GPUs in {len(day.places)} groups behind {day.traffic.doors} doors"
+    return f"{gpus:,} GPUs in {len(day.places)} groups behind {day.traffic.gateways} gateways"

@@ -31,7 +31,7 @@ class Sent(msgspec.Struct, frozen=True):
     """A request on its way.
 
     at_s    when it is sent: at its arrival, or later to another group
-    door    which holds its client's connection
+    gateway    which holds its client's connection
     tokens  real length
     burst   whether it is of a burst
     """
@@ -39,7 +39,7 @@ class Sent(msgspec.Struct, frozen=True):
     request: Request
     at_s: float
     pool: int
-    door: int
+    gateway: int
     tokens: float
     burst: bool
 
@@ -74,7 +74,7 @@ class Traffic:
     peak_per_s: tuple[float, ...]
     shares: tuple[float, ...]
     span_s: float
-    doors: int
+    gateways: int
     tokens_mean: float
     slo_s: float
     bursts: tuple[Burst, ...] = ()
@@ -113,10 +113,10 @@ class Traffic:
         pools, models, keys, bursts = kinds[:, rng.permutation(count)].tolist()
         tokens, forecasts = self._lengths(count, rng)
         prompts = np.round(rng.exponential(PROMPT_TOKENS_MEAN, count)) + 1.0
-        doors = rng.integers(self.doors, size=count)
+        gateways = rng.integers(self.gateways, size=count)
         rows = zip(
             *(at_s.tolist(), pools, models, keys, tokens.tolist()),
-            *(forecasts.tolist(), prompts.tolist(), doors.tolist(), bursts),
+            *(forecasts.tolist(), prompts.tolist(), gateways.tolist(), bursts),
             strict=True,
         )
         return [
@@ -124,9 +124,9 @@ class Traffic:
                 Request(
                     first_id + k, forecast, at + self.slo_s, prompt_tokens=prompt, model=f"m{of}", share=f"k{whose}"
                 ),
-                *(at, in_pool, door, length, burst > 0),
+                *(at, in_pool, gateway, length, burst > 0),
             )
-            for k, (at, in_pool, of, whose, length, forecast, prompt, door, burst) in enumerate(rows)
+            for k, (at, in_pool, of, whose, length, forecast, prompt, gateway, burst) in enumerate(rows)
         ]
 
 

@@ -18,7 +18,8 @@ GIVE_UP_S = 60.0
 TOKEN = b'"content":"tok "'
 
 End = Literal["whole", "told", "cut", "refused", "wrong"]
-"""whole: every token that was asked for, once. told: an error event after the first byte. cut: the door died after the
+"""whole: every token that was asked for, once. told: an error event after the first byte. cut: the gateway died after
+the
 first byte. refused: an error without a first byte. wrong: anything else."""
 
 
@@ -38,12 +39,12 @@ class Asked:
 
 
 class Clients:
-    """Send streams at random times to the doors in turn. A request without a byte of an answer is sent again, to the
-    next door, when its door does not accept it, is stopping (503, draining) or dies: as load balancers do.
+    """Send streams at random times to the gateways in turn. A request without a byte of an answer is sent again, to the
+    next gateway, when its gateway does not accept it, is stopping (503, draining) or dies: as load balancers do.
     """
 
-    def __init__(self, doors: Sequence[str], models: Sequence[str], rate_per_s: float, seed: int) -> None:
-        self._doors = itertools.cycle(doors)
+    def __init__(self, gateways: Sequence[str], models: Sequence[str], rate_per_s: float, seed: int) -> None:
+        self._gateways = itertools.cycle(gateways)
         self._models = models
         self._rate_per_s = rate_per_s
         self._rng = np.random.default_rng(seed)
@@ -81,7 +82,7 @@ class Clients:
         data = msgspec.json.encode({**body, "messages": [{"role": "user", "content": f"request {asked.number}"}]})
         while not asked.ends:
             asked.tries += 1
-            end = await self._try(session, next(self._doors), data, asked)
+            end = await self._try(session, next(self._gateways), data, asked)
             if end is not None:
                 asked.ends.append(end)
             elif time.monotonic() - asked.sent_s > GIVE_UP_S:
@@ -90,11 +91,11 @@ class Clients:
                 await asyncio.sleep(TRY_AGAIN_S)
         asked.ended_s = time.monotonic()
 
-    async def _try(self, session: aiohttp.ClientSession, door: str, data: bytes, asked: Asked) -> End | None:
-        """None: no byte of an answer has come, and the door is gone."""
+    async def _try(self, session: aiohttp.ClientSession, gateway: str, data: bytes, asked: Asked) -> End | None:
+        """None: no byte of an answer has come, and the gateway is gone."""
         received = b""
         try:
-            async with session.post(f"{door}/v1/chat/completions", data=data) as response:
+            async with session.post(f"{gateway}/v1/chat/completions", data=data) as response:
                 if response.status != 200:
                     asked.note = f"{response.status} {(await response.read())[:200].decode(errors='replace')}"
                     return None if response.status == 503 and "draining" in asked.note else "refused"

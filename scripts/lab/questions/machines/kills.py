@@ -18,7 +18,7 @@ from llmserve.machines import on_ray
 from questions.machines.clients import Asked, Clients
 from questions.machines.nodes import Nodes
 
-KINDS = ("engine", "group", "door", "keeper", "node")
+KINDS = ("engine", "group", "gateway", "keeper", "node")
 BACK_S = 120.0
 
 

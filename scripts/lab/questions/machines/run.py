@@ -1,4 +1,4 @@
-"""Several machines: what is lost when parts are killed, what groups add up to, and what a door costs.
+"""Several machines: what is lost when parts are killed, what groups add up to, and what a gateway costs.
 
     python scripts/lab machines kills --count 100 --output docs/results/machines.json
     python scripts/lab machines head --output docs/results/machines.json
@@ -6,9 +6,9 @@
     python scripts/lab machines hop --output docs/results/machines.json
 
 All on this machine: a Ray head, and worker nodes that are processes, with timed engines. `kills` kills an engine, a
-group's server, a door, a keeper (the actor that keeps one of these), or a whole worker node, at random by --seed, and
-waits until everything runs before the next; `head` kills Ray's head for 20 s. `groups` measures groups together and
-each alone, in turns; `hop` adds a door before a server, in turns. Parts of an earlier run stay in the file.
+group's server, a gateway, a keeper (the actor that keeps one of these), or a whole worker node, at random by --seed,
+and waits until everything runs before the next; `head` kills Ray's head for 20 s. `groups` measures groups together and
+each alone, in turns; `hop` adds a gateway before a server, in turns. Parts of an earlier run stay in the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ name = "right"
 gpus = 2
 models = ["right"]
 
-[door]
+[gateway]
 count = 2
 cpus = 0.5
 port = {port}
@@ -74,8 +74,8 @@ async def kills(args: Any) -> dict[str, Any]:
     rng.shuffle(kinds)
     rows = []
     with nodes(NODES, CPUS, args.logs) as ray_nodes:
-        doors = _up(ray_nodes)
-        clients = Clients(doors, MODELS, args.rate, args.seed)
+        gateways = _up(ray_nodes)
+        clients = Clients(gateways, MODELS, args.rate, args.seed)
         clients.start()
         await asyncio.sleep(3.0)
         for number, kind in enumerate(kinds):
@@ -118,8 +118,8 @@ async def head(args: Any) -> dict[str, Any]:
     from questions.machines.nodes import nodes
 
     with nodes(NODES, CPUS) as ray_nodes:
-        doors = _up(ray_nodes)
-        clients = Clients(doors, MODELS, args.rate, args.seed)
+        gateways = _up(ray_nodes)
+        clients = Clients(gateways, MODELS, args.rate, args.seed)
         clients.start()
         await asyncio.sleep(5.0)
         before = {row["name"]: row["pid"] for row in (await report("lab"))["processes"]}
@@ -150,7 +150,7 @@ def _reconnect(ray_nodes: Any) -> None:
 
 
 def _up(ray_nodes: Any, text: str = CLUSTER) -> list[str]:
-    """Bring the cluster up, and connect this process to its Ray. Returns the doors' URLs."""
+    """Bring the cluster up, and connect this process to its Ray. Returns the gateways' URLs."""
     from llmserve.__main__ import main as llmserve
     from llmserve.engines.process import free_port
     from llmserve.machines import on_ray
@@ -161,10 +161,11 @@ def _up(ray_nodes: Any, text: str = CLUSTER) -> list[str]:
     assert llmserve(["up", str(file), "--address", ray_nodes.address]) == 0
     on_ray.connect(ray_nodes.address, "lab")
     rows = on_ray.report_of("lab")["processes"]
-    return [row["url"] for row in rows if row["kind"] == "door"]
+    return [row["url"] for row in rows if row["kind"] == "gateway"]
 
 
-# ---- groups and doors without kills --------------------------------------------------------------------------------
+# ---- groups and gateways without kills
+# --------------------------------------------------------------------------------
 
 GROUP_ENGINE = ("--step-s", "0.05", "--slots", "8")  # an engine that sleeps: 8 answers a second
 GROUP_TOKENS = 20
@@ -172,25 +173,25 @@ CONNECTIONS = 12  # more than slots: some always wait
 
 
 async def groups(args: Any) -> dict[str, Any]:
-    """Groups together, and each alone, through one door."""
+    """Groups together, and each alone, through one entrance."""
     from kit.client import session_of
 
-    from questions.machines.servers import Load, body_of, cpu_s, door_and_groups
+    from questions.machines.servers import Load, body_of, cpu_s, gateway_and_groups
 
     models = [f"m{number}" for number in range(max(args.groups))]
     rows = []
-    async with door_and_groups(models, *GROUP_ENGINE) as (door, servers), session_of() as session:
-        loads = [Load(session, door.url, body_of(model, GROUP_TOKENS)) for model in models]
+    async with gateway_and_groups(models, *GROUP_ENGINE) as (gateway, servers), session_of() as session:
+        loads = [Load(session, gateway.url, body_of(model, GROUP_TOKENS)) for model in models]
         for load in loads:
             await load.run(CONNECTIONS, 2.0)  # the first answers teach the engines' slots
         for number in range(args.rounds):
             alone = [await load.run(CONNECTIONS, args.seconds) for load in loads]
             for count in args.groups:
-                before_s, began_s = cpu_s([door, *servers]), time.monotonic()
+                before_s, began_s = cpu_s([gateway, *servers]), time.monotonic()
                 together = await asyncio.gather(*(load.run(CONNECTIONS, args.seconds) for load in loads[:count]))
                 answers = sum(len(load.latencies_s) for load in loads[:count])
                 ratio = sum(together) / sum(alone[:count])
-                cpu_ms = 1e3 * (cpu_s([door, *servers]) - before_s) / answers
+                cpu_ms = 1e3 * (cpu_s([gateway, *servers]) - before_s) / answers
                 took_s = time.monotonic() - began_s
                 rows.append({"groups": count, "per_s": sum(together), "ratio": ratio, "cpu_ms_per_request": cpu_ms})
                 log(f"round {number + 1}: {count} groups: {sum(together):.1f}/s, {ratio:.3f} of alone, {took_s:.0f} s")
@@ -198,19 +199,19 @@ async def groups(args: Any) -> dict[str, Any]:
 
 
 async def hop(args: Any) -> dict[str, Any]:
-    """An instant engine directly, behind a group's server, and behind a door and this server, in turns."""
+    """An instant engine directly, behind a group's server, and behind a gateway and this server, in turns."""
     from kit.client import session_of
 
-    from questions.machines.servers import KEY, Load, body_of, cpu_s, door_and_groups
+    from questions.machines.servers import KEY, Load, body_of, cpu_s, gateway_and_groups
 
     rows = []
-    async with door_and_groups(["m"], "--step-s", "0") as (door, (group,)), session_of() as session:
+    async with gateway_and_groups(["m"], "--step-s", "0") as (gateway, (group,)), session_of() as session:
         engine_url = (await _engine_url(session, group.url, KEY)).rstrip("/")
         body = body_of("m", 1)
         through = {
             "engine": (Load(session, engine_url, body), []),
             "group": (Load(session, group.url, body, KEY), [group]),
-            "door and group": (Load(session, door.url, body), [door]),
+            "gateway and group": (Load(session, gateway.url, body), [gateway]),
         }
         for number in range(args.rounds):
             for name, (load, servers) in through.items():
@@ -224,14 +225,14 @@ async def hop(args: Any) -> dict[str, Any]:
     medians = _medians(rows, "through")
     # Of the round that other work disturbed least.
     best = {name: min(row["latency_ms"] for row in rows if row["through"] == name) for name in through}
-    hop_ms, door_ms = best["group"] - best["engine"], best["door and group"] - best["group"]
-    cpu = medians["door and group"]["cpu_ms_per_request"] / medians["group"]["cpu_ms_per_request"]
+    hop_ms, gateway_ms = best["group"] - best["engine"], best["gateway and group"] - best["group"]
+    cpu = medians["gateway and group"]["cpu_ms_per_request"] / medians["group"]["cpu_ms_per_request"]
     return {
         "rows": rows,
         "medians": medians,
         "best_ms": best,
-        "door_hop_over_single_hop": door_ms / hop_ms,
-        "door_cpu_over_single": cpu,
+        "gateway_hop_over_single_hop": gateway_ms / hop_ms,
+        "gateway_cpu_over_single": cpu,
     }
 
 
@@ -260,7 +261,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--count", type=int, default=100, help="kills")
-    parser.add_argument("--kinds", nargs="+", help="what is killed: engine, group, door, keeper, node (default: all)")
+    parser.add_argument(
+        "--kinds", nargs="+", help="what is killed: engine, group, gateway, keeper, node (default: all)"
+    )
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--away-s", type=float, default=20.0, help="how long the head is away")

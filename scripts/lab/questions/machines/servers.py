@@ -1,4 +1,4 @@
-"""Doors, groups and engines without Ray: the same programs with the same settings, where nothing is killed."""
+"""Gateways, groups and engines without Ray: the same programs with the same settings, where nothing is killed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from kit.servers import Server, fake_engine, module, running
 
 from llmserve.machines.processes import DOOR_SETTINGS, GROUP_SETTINGS, as_toml, merged
 
-KEY = "sk-doors"
+KEY = "sk-gateways"
 
 
 @asynccontextmanager
-async def door_and_groups(models: Sequence[str], *engine_flags: str) -> AsyncIterator[tuple[Server, list[Server]]]:
-    """A door, and a group with one timed engine for each model."""
+async def gateway_and_groups(models: Sequence[str], *engine_flags: str) -> AsyncIterator[tuple[Server, list[Server]]]:
+    """A gateway, and a group with one timed engine for each model."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "key").write_text(f"door: {KEY}\n")
+        (folder / "key").write_text(f"gateway: {KEY}\n")
         (folder / "key").chmod(0o600)
         groups = []
         for model in models:
             engine = await stack.enter_async_context(fake_engine(model, *engine_flags))
             settings = merged(
                 GROUP_SETTINGS,
-                {"server": {"door_key_file": str(folder / "key")}, "engines": {"engine": [engine.url], "slots": 64}},
+                {"server": {"gateway_key_file": str(folder / "key")}, "engines": {"engine": [engine.url], "slots": 64}},
             )
             groups.append(await stack.enter_async_context(_serve(folder, f"group of {model}", settings)))
         own = {"engine": [group.url for group in groups], "engines_are_groups": True}
         settings = merged(DOOR_SETTINGS, {"engines": own})
-        door = await stack.enter_async_context(_serve(folder, "door", settings))
-        yield door, groups
+        gateway = await stack.enter_async_context(_serve(folder, "gateway", settings))
+        yield gateway, groups
 
 
 def _serve(folder: Path, name: str, settings: dict[str, dict[str, Any]]) -> AbstractAsyncContextManager[Server]:
     file = folder / f"{name}.toml"
     file.write_text(as_toml(settings))
-    environment = {"LLMSERVE_ENGINE_API_KEY": KEY} if name == "door" else {}
+    environment = {"LLMSERVE_ENGINE_API_KEY": KEY} if name == "gateway" else {}
     command = module("llmserve", "serve", "--config", str(file))
     return running(name, command, ready="/ready", environment={**os.environ, **environment})
 

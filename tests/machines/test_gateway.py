@@ -1,4 +1,4 @@
-"""A door: a server whose engines are the servers of groups."""
+"""A gateway: a server whose engines are the servers of groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmserve.scheduling.messages import RequestArrived, RequestEnded
 from llmserve.settings.tree import ApiConfig, EngineConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
 
-DOOR_KEY = "sk-doors"
+DOOR_KEY = "sk-gateways"
 KEYS = """
 [keys.ann]
 key = "sk-ann"
@@ -35,21 +35,21 @@ requests_per_minute = 1
 
 @pytest.fixture
 def group_server(tmp_path: Path) -> ServerConfig:
-    file = tmp_path / "door-key"
-    file.write_text(f"doors: {DOOR_KEY}\n")
+    file = tmp_path / "gateway-key"
+    file.write_text(f"gateways: {DOOR_KEY}\n")
     file.chmod(0o600)
-    return ServerConfig(port=0, door_key_file=str(file))
+    return ServerConfig(port=0, gateway_key_file=str(file))
 
 
 @pytest.fixture
-def door_server(tmp_path: Path) -> ServerConfig:
+def gateway_server(tmp_path: Path) -> ServerConfig:
     file = tmp_path / "keys.toml"
     file.write_text(KEYS)
     file.chmod(0o600)
     return ServerConfig(port=0, api_key_file=str(file))
 
 
-async def start_door(start_front: StartFront, *groups: Front, **sections: Any) -> Front:
+async def start_gateway(start_front: StartFront, *groups: Front, **sections: Any) -> Front:
     engines = EngineConfig(
         engine=tuple(group.url for group in groups), engines_are_groups=True, engine_api_key=DOOR_KEY
     )
@@ -70,14 +70,14 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer sk-{name}"}
 
 
-async def test_a_door_tells_the_group_whose_request_it_is(
-    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+async def test_a_gateway_tells_the_group_whose_request_it_is(
+    start_front: StartFront, group_server: ServerConfig, gateway_server: ServerConfig
 ) -> None:
     async with FakeEngine(step_s=0.001) as fake:
         group = await start_front(fake, server=group_server)
-        door = await start_door(start_front, group, server=door_server, limits=ApiConfig(slo_ms=("5000",)))
+        gateway = await start_gateway(start_front, group, server=gateway_server, limits=ApiConfig(slo_ms=("5000",)))
         headers = {**key("ann"), "x-llmserve-stream": "mail", "x-llmserve-predicted-tokens": "2"}
-        async with door.post(headers=headers, max_tokens=3) as response:
+        async with gateway.post(headers=headers, max_tokens=3) as response:
             assert (await response.json())["usage"]["completion_tokens"] == 3
             assert response.headers["x-llmserve-engine"] == fake.url.removeprefix("http://"), (
                 "the engine, not the group"
@@ -89,22 +89,22 @@ async def test_a_door_tells_the_group_whose_request_it_is(
     assert request.sender, "the key is the sender, whose lengths are learnt"
 
 
-async def test_keys_and_limits_are_checked_at_the_door_only(
-    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+async def test_keys_and_limits_are_checked_at_the_gateway_only(
+    start_front: StartFront, group_server: ServerConfig, gateway_server: ServerConfig
 ) -> None:
     async with FakeEngine(step_s=0.001) as fake:
         group = await start_front(fake, server=group_server)
-        door = await start_door(start_front, group, server=door_server)
+        gateway = await start_gateway(start_front, group, server=gateway_server)
         statuses = []
         for headers in (key("ben"), key("ben"), key("eve"), {}):
-            async with door.post(headers=headers, max_tokens=1) as response:
+            async with gateway.post(headers=headers, max_tokens=1) as response:
                 statuses.append(response.status)
         assert statuses == [200, 429, 401, 401]
         assert len(arrived(group)) == 1
 
 
-async def test_only_doors_are_served_by_a_group_and_only_they_may_say_who_asks(
-    start_front: StartFront, group_server: ServerConfig, door_server: ServerConfig
+async def test_only_gateways_are_served_by_a_group_and_only_they_may_say_who_asks(
+    start_front: StartFront, group_server: ServerConfig, gateway_server: ServerConfig
 ) -> None:
     asker = {"x-llmserve-asker": '{"share":"boss","weight":99}'}
     async with FakeEngine(step_s=0.001) as fake:
@@ -116,7 +116,7 @@ async def test_only_doors_are_served_by_a_group_and_only_they_may_say_who_asks(
         bad = {"x-llmserve-asker": "boss", "authorization": f"Bearer {DOOR_KEY}"}
         async with group.post(headers=bad, max_tokens=1) as response:
             assert response.status == 400
-        single = await start_front(fake, server=door_server)
+        single = await start_front(fake, server=gateway_server)
         async with single.post(headers={**asker, **key("ann")}, max_tokens=1) as response:
             assert response.status == 200
     assert [request.share for request in arrived(group)] == ["boss"]
@@ -128,9 +128,9 @@ async def test_a_stream_passes_byte_by_byte_and_its_last_chunk_has_the_groups_re
 ) -> None:
     async with FakeEngine(step_s=0.001) as fake:
         group = await start_front(fake, server=group_server)
-        door = await start_door(start_front, group)
+        gateway = await start_gateway(start_front, group)
         texts = []
-        for front, headers in ((door, {}), (group, {"authorization": f"Bearer {DOOR_KEY}"})):
+        for front, headers in ((gateway, {}), (group, {"authorization": f"Bearer {DOOR_KEY}"})):
             headers = {**headers, "x-llmserve-receipt": "true"}
             async with front.post(stream=True, headers=headers, max_tokens=5) as response:
                 texts.append(await response.text())
@@ -140,16 +140,16 @@ async def test_a_stream_passes_byte_by_byte_and_its_last_chunk_has_the_groups_re
 
 
 async def test_the_groups_own_errors_reach_the_client(start_front: StartFront, group_server: ServerConfig) -> None:
-    """The group has tried its engines: the door tries no other group."""
+    """The group has tried its engines: the gateway tries no other group."""
     async with FakeEngine(step_s=0.001) as fake:
         fake.fault = Fault("500")
         group = await start_front(fake, server=group_server, scheduling={"retries_max": 1})
-        door = await start_door(start_front, group)
-        async with door.post(max_tokens=1) as response:
+        gateway = await start_gateway(start_front, group)
+        async with gateway.post(max_tokens=1) as response:
             assert response.status == 500
             assert (await response.json())["error"]["message"] == "the engine was told to fail"
         assert len(fake.bodies) == 2
-        async with door.post(model="nobody", max_tokens=1) as response:
+        async with gateway.post(model="nobody", max_tokens=1) as response:
             assert response.status == 404
 
 
@@ -158,10 +158,10 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
 ) -> None:
     async with FakeEngine(step_s=0.02, slots=2) as fake:
         first, second = [await start_front(fake, server=group_server, slots=2) for _ in range(2)]
-        door = await start_door(start_front, first, second)
+        gateway = await start_gateway(start_front, first, second)
 
         async def status() -> int:
-            async with door.post(max_tokens=10) as response:
+            async with gateway.post(max_tokens=10) as response:
                 await response.read()
                 return int(response.status)
 
@@ -169,7 +169,7 @@ async def test_the_waiting_requests_of_a_group_that_stops_run_in_another(
         await until(lambda: len(first.cluster.scheduler.requests) >= 3)
         first.cluster.abort()
         assert set(await asyncio.gather(*asking)) == {200}
-    assert {request.engine for request in ends(door)} == {
+    assert {request.engine for request in ends(gateway)} == {
         front.url.removeprefix("http://") for front in (first, second)
     }
 
@@ -182,9 +182,9 @@ async def test_requests_wait_for_a_group_whose_engines_have_not_come(
         other = await start_front(fake, server=group_server)
         engines = EngineConfig(engine=(f"http://127.0.0.1:{late}",))
         group = await start_front(engines=engines, server=group_server, wait=False)
-        door = await start_door(start_front, other, group, wait=False)
-        await until(lambda: set(door.cluster.models) == {"fake"})
-        asking = asyncio.ensure_future(_status_of(door, model="late"))
+        gateway = await start_gateway(start_front, other, group, wait=False)
+        await until(lambda: set(gateway.cluster.models) == {"fake"})
+        asking = asyncio.ensure_future(_status_of(gateway, model="late"))
         await asyncio.sleep(0.3)
         assert not asking.done(), "a group may be about to serve this model"
         async with FakeEngine(step_s=0.001, model="late", port=late):
@@ -203,21 +203,21 @@ def test_only_servers_can_be_groups(engine: tuple[str, ...]) -> None:
         EngineConfig(engine=engine, engines_are_groups=True).check()
 
 
-async def test_lines_of_jobs_stay_in_the_background_behind_a_door(
+async def test_lines_of_jobs_stay_in_the_background_behind_a_gateway(
     start_front: StartFront, group_server: ServerConfig, tmp_path: Path
 ) -> None:
     async with FakeEngine(step_s=0.001) as fake:
         group = await start_front(fake, server=group_server)
-        door = await start_door(start_front, group, server=ServerConfig(port=0, state=str(tmp_path)))
-        client = client_of(door.url)
+        gateway = await start_gateway(start_front, group, server=ServerConfig(port=0, state=str(tmp_path)))
+        client = client_of(gateway.url)
         batch = await create(client, jsonl([request(number) for number in range(8)]), window="30m")
         assert (await ended(client, batch)).status == "completed"
     lines = arrived(group)
     assert len(lines) == 8
     assert all(line.background for line in lines)
     assert max(line.after_tokens for line in lines) > 0
-    by_door = {line.deadline_s is not None and 1700 < line.deadline_s < 1900 for line in lines}
-    assert by_door == {True}, "the group knows the end of the window"
+    by_gateway = {line.deadline_s is not None and 1700 < line.deadline_s < 1900 for line in lines}
+    assert by_gateway == {True}, "the group knows the end of the window"
 
 
 def test_a_line_that_starts_tells_what_is_left_of_its_window() -> None:
@@ -226,17 +226,17 @@ def test_a_line_that_starts_tells_what_is_left_of_its_window() -> None:
     assert (started.terms.slo_s, started.terms.background) == (30.0, False)
 
 
-async def test_a_stream_in_the_queue_of_a_group_hears_its_place_and_is_not_silent_for_the_door(
+async def test_a_stream_in_the_queue_of_a_group_hears_its_place_and_is_not_silent_for_the_gateway(
     start_front: StartFront, group_server: ServerConfig
 ) -> None:
     soon = {"live": LiveConfig(probe_every_s=0.05, keep_alive_s=0.1)}
     async with FakeEngine(step_s=0.02) as fake:
         group = await start_front(fake, server=group_server, slots=1, **soon)
         engines = EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key=DOOR_KEY, engine_idle_s=0.4)
-        door = await start_front(engines=engines, scheduling={"order": "fffs"}, **soon)
-        first = asyncio.ensure_future(door.post(max_tokens=60, stream=True).__aenter__())
+        gateway = await start_front(engines=engines, scheduling={"order": "fffs"}, **soon)
+        first = asyncio.ensure_future(gateway.post(max_tokens=60, stream=True).__aenter__())
         await until(lambda: fake.running == 1)
-        async with door.post(max_tokens=2, stream=True) as response:
+        async with gateway.post(max_tokens=2, stream=True) as response:
             text = await response.text()
         (await first).close()
     assert ": position 1" in text

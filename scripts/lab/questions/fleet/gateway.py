@@ -1,8 +1,8 @@
-"""A door: it holds the clients' connections, and sends each request to a group of its pool.
+"""A gateway: it holds the clients' connections, and sends each request to a group of its pool.
 
-Of two groups at random the door takes the one with less load for each slot, by the groups' last reports and what the
-door has sent since (the power of two choices: Mitzenmacher, 2001). So many doors with equally old reports do not all
-send to the group that was best.
+Of two groups at random the gateway takes the one with less load for each slot, by the groups' last reports and what the
+gateway has sent since (the power of two choices: Mitzenmacher, 2001). So many gateways with equally old reports do not
+all send to the group that was best.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 from questions.fleet.group import Report
 from questions.fleet.traffic import Sent
 
-ATTEMPTS_MAX = 20  # groups that a door asks for one request
+ATTEMPTS_MAX = 20  # groups that a gateway asks for one request
 
 
 @dataclass(slots=True)
 class Board:
-    """What doors know of groups, by their last reports.
+    """What gateways know of groups, by their last reports.
 
     up     groups that serve, by pool
     load   requests by group; slots : by group
@@ -51,7 +51,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Door:
+class Gateway:
     """random_ : its own.  held : requests by id.  routed : decisions so far"""
 
     random_: random.Random
