@@ -97,7 +97,7 @@ class Scheduler:
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
             DispatchSolved: self._on_dispatch_solved,
-            ServedElsewhere: lambda event: self.group.serve_elsewhere(event.model, event.tokens),
+            ServedElsewhere: self._on_served_elsewhere,
             Tuned: self._on_tuned,
         }
 
@@ -331,6 +331,11 @@ class Scheduler:
             self._book.touch()
             if queues.follow(event.plan):
                 self._book.sort_into_queues(queues)
+
+    def _on_served_elsewhere(self, event: ServedElsewhere) -> None:
+        """Charge shares for service elsewhere. Another share may be next now, with a batch that fits an engine."""
+        self.group.serve_elsewhere(event.model, event.tokens)
+        self._book.touch()
 
     def _on_tuned(self, event: Tuned) -> None:
         self._dispatch.tune(event.settings, self.group)

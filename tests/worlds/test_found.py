@@ -15,6 +15,7 @@ from llmserve.scheduling.messages import (
     PreemptBatch,
     RequestArrived,
     RequestEnded,
+    ServedElsewhere,
     StartBatch,
     TimerFired,
 )
@@ -246,3 +247,17 @@ def test_a_full_queue_that_makes_room_lets_the_batches_of_the_share_that_is_left
     assert actions == [FailRequest(2, "queue_full")]
     check(scheduler)
     assert len(scheduler.queues("").formed) == 2
+
+
+def test_who_is_first_once_its_rival_was_served_elsewhere_starts_at_once() -> None:
+    """World 68208715: the request waited for the next event, and a look at the scheduler changed what was next.
+
+    0 leaves 20 tokens of the memory. 1 needs 30 and is first, so 2, which needs 20, waits behind; then 2 is first.
+    """
+    scheduler = new_scheduler(engine("e", 3), release="greedy")
+    shares = [("x", LARGE), ("rival", 10.0), ("own", SMALL)]
+    for number, (share, prompt_tokens) in enumerate(shares):
+        request = Request(number, 4.0, prompt_tokens=prompt_tokens, share=share)
+        scheduler.handle(RequestArrived(request), 0.0)
+    assert list(scheduler.engines["e"].running) == [0]
+    assert starts(scheduler.handle(ServedElsewhere("", {"rival": 1_000.0}), 0.0)) == [("e", 2)]
