@@ -586,10 +586,16 @@ class Account:
 
         If each request is its own batch, nothing of its share overtakes a request that waits for its fair share of the
         memory or less. Otherwise a request that arrived before a batch of another model formed starts directly after
-        it, unless requests of its model need more than their fair share of an engine's memory.
+        it, unless requests of its model need more than their fair share of an engine's memory. Requests of a model
+        from which the engine rests wait for another engine.
         """
         release, info = self._config.release or "", engine.info
-        servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
+        resting = {model for model in self._models if self._rests_until_s(engine, model)}
+        servable = {
+            id_: life
+            for id_, life in self._waiting.items()
+            if info.serves(life.request.model) and life.request.model not in resting
+        }
         first = {id_: life for id_, life in servable.items() if not life.tries}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
         if alone:

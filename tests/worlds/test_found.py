@@ -1,6 +1,7 @@
 """Bugs that random worlds found, worked out by hand, so that other draws of worlds do not lose them."""
 
 import pytest
+from worlds.account import Account
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
@@ -11,6 +12,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     EngineClosed,
     EngineReady,
+    Event,
     FailRequest,
     PreemptBatch,
     RequestArrived,
@@ -261,3 +263,24 @@ def test_who_is_first_once_its_rival_was_served_elsewhere_starts_at_once() -> No
         scheduler.handle(RequestArrived(request), 0.0)
     assert list(scheduler.engines["e"].running) == [0]
     assert starts(scheduler.handle(ServedElsewhere("", {"rival": 1_000.0}), 0.0)) == [("e", 2)]
+
+
+def test_a_request_may_be_overtaken_on_an_engine_that_rests_from_its_model() -> None:
+    """Worlds 68207225 and 68207825: the account reported the start of 3, wrongly.
+
+    e rests from a, for the other engine works. So 2 of a waits for the other one, and 3 of b starts on e.
+    """
+    scheduler = new_scheduler(release="greedy")
+    account = Account(SchedulingConfig(bins=1, batch_size=1, order="fffs", release="greedy"), scheduler, lambda _: 99.0)
+
+    def step(event: Event) -> list[tuple[str, int]]:
+        actions = scheduler.handle(event, 0.0)
+        account.step(0.0, event, actions)
+        return starts(actions)
+
+    step(EngineReady(EngineInfo("e", 2, False, models=("a", "b"))))
+    step(EngineReady(EngineInfo("other", 1, False, models=("a",))))
+    assert [step(RequestArrived(Request(number, 4.0, model="a"))) for number in (0, 1)] == [[("e", 0)], [("e", 1)]]
+    assert step(RequestEnded("e", 0, "failed", retryable=True, refused=True, rest_s=5.0)) == [("other", 0)]
+    assert step(RequestArrived(Request(2, 4.0, model="a"))) == []
+    assert step(RequestArrived(Request(3, 4.0, model="b"))) == [("e", 3)]
