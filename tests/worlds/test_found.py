@@ -284,3 +284,17 @@ def test_a_request_may_be_overtaken_on_an_engine_that_rests_from_its_model() -> 
     assert step(RequestEnded("e", 0, "failed", retryable=True, refused=True, rest_s=5.0)) == [("other", 0)]
     assert step(RequestArrived(Request(2, 4.0, model="a"))) == []
     assert step(RequestArrived(Request(3, 4.0, model="b"))) == [("e", 3)]
+
+
+def test_an_engine_is_asked_again_after_the_request_that_held_it_back_has_started_elsewhere() -> None:
+    """World 68207150: 3 waited for the next event beside a, which could hold it.
+
+    0 leaves 55 tokens of a's memory. 2, which needs 70, holds back 3, which needs 40; then 2 starts on b.
+    """
+    scheduler = new_scheduler(engine("a", 3), engine("b", 1), release="window", order="flex", preemption="off")
+    started = [
+        starts(scheduler.handle(RequestArrived(Request(number, 4.0, 40.0 + number, prompt_tokens=prompt_tokens)), 0.0))
+        for number, prompt_tokens in enumerate([25.0, 50.0, 50.0, 20.0])
+    ]
+    assert started == [[("a", 0)], [("b", 1)], [], []]
+    assert starts(scheduler.handle(RequestEnded("b", 1, "completed", 4.0), 0.01)) == [("b", 2), ("a", 3)]

@@ -6,6 +6,7 @@ The order compares all candidates that a free engine could run.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
@@ -39,16 +40,24 @@ class MomentChoice(Choice):
         super().__init__(group, forming, now_s)
         self._order = order
         self._wakes_s: list[float] = []
+        self._holds = False  # whether requests that wait for memory hold others back on the engine asked last
         self._candidates = Candidates(group, forming, times, now_s, asks=asks)
 
     def starts(self) -> Iterator[Start]:
-        for name in sorted(self._pool.free):
+        names = deque(sorted(self._pool.free))
+        held: list[str] = []  # engines on which requests that wait for memory hold others back
+        while names:
+            name = names.popleft()
             while self._group.tally.waiting and (engines := self._sharing(name)):
                 start = self._best(engines)
                 if start is None:
                     self._note_wakes(engines, name)
+                    if self._holds:
+                        held.append(name)
                     break
                 yield start
+                names += held  # what held others back may have started, or may come later now
+                held.clear()
 
     @property
     def recheck_at_s(self) -> float | None:
@@ -74,6 +83,7 @@ class MomentChoice(Choice):
 
     def _best(self, engines: Sequence[EngineState]) -> Start | None:
         """The best start on one of these engines; None: nothing can start."""
+        self._holds = False
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
@@ -81,6 +91,7 @@ class MomentChoice(Choice):
         while (best := self.next(engines)) is not None:
             if self.may_start(best):
                 return self._start(best)
+            self._holds = True
             if not self.passes(best):
                 return None
         return None
