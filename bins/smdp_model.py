@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -13,12 +13,9 @@ from numpy.typing import NDArray
 
 from bins.average_cost import IteratedSolution as IteratedSolution
 from bins.average_cost import NotConverged, Policy, SemiMarkov
-from bins.service import Array
+from bins.service import Array, ServiceTimes
 from bins.state_grid import TERMS, StateGrid
 from bins.visits import MATTERING, TINY, Mixture, exact_averages
-
-if TYPE_CHECKING:
-    from bins.smdp import Queue
 
 ITERATIONS_MAX = 60
 SURVIVAL = 3  # numbers of arrivals up to this multiple of the truncated states are counted one by one
@@ -31,6 +28,30 @@ ROWS = 64  # rows of a matrix that are computed at once
 
 class Unstable(ValueError):
     """More requests arrive than the engines can serve, so that the queue is unbounded."""
+
+
+class Queue(Protocol):
+    """What the equations need to know of a queue; bins/smdp.py documents each quantity."""
+
+    @property
+    def arrival_rate_per_s(self) -> float: ...
+
+    @property
+    def service(self) -> ServiceTimes: ...
+
+    @property
+    def energy_j(self) -> Array: ...
+
+    @property
+    def idle_power_w(self) -> float: ...
+
+    @property
+    def response_weight(self) -> float: ...
+
+    @property
+    def occupied(self) -> float: ...
+
+    def arrivals(self, states: int) -> Array: ...
 
 
 class QueueModel:

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bins.average_cost import Policy
 from bins.service import Array
-
-if TYPE_CHECKING:
-    from bins.smdp_model import Equations, QueueModel
+from bins.state_grid import StateGrid
 
 Mixture = Sequence[tuple[Policy, float]]  # policies of all states, and the shares of the decisions that follow them
 
@@ -30,8 +28,27 @@ SPARSE = 16  # up to so many numbers are convolved one by one
 TINY = 1e-12
 
 
+class Model(Protocol):
+    """A queue as seen at its decisions (`QueueModel` of bins/smdp_model.py)."""
+
+    grid: StateGrid
+
+    def costs(self, mixture: Mixture) -> tuple[Array, Array]: ...
+
+    def next_after(self, size: int) -> Array: ...
+
+
+class Nodes(Protocol):
+    """The equations of one policy at the nodes of the grid (`Equations` of bins/smdp_model.py)."""
+
+    @property
+    def visits(self) -> Array: ...
+
+    def balance(self, surplus: Array) -> Array: ...
+
+
 def exact_averages(
-    model: QueueModel, mixture: Mixture, equations: Equations, e: Array, averages: Array, error_max: float
+    model: Model, mixture: Mixture, equations: Nodes, e: Array, averages: Array, error_max: float
 ) -> tuple[Array, Array]:
     """Averages (objectives,), and how far they may still be from those of all states.
 
@@ -55,7 +72,7 @@ def exact_averages(
     return exact, rest
 
 
-def _of_nodes(model: QueueModel, visits: Array) -> Array:
+def _of_nodes(model: Model, visits: Array) -> Array:
     """(states,) visits of the nodes only."""
     result = np.zeros(model.grid.states)
     result[model.grid.nodes] = visits
@@ -65,7 +82,7 @@ def _of_nodes(model: QueueModel, visits: Array) -> Array:
 class Flow:
     """Moves visits on by one decision under a mixture of policies."""
 
-    def __init__(self, model: QueueModel, mixture: Mixture) -> None:
+    def __init__(self, model: Model, mixture: Mixture) -> None:
         self._parts = []
         for policy, share in mixture:
             order = np.argsort(policy, kind="stable")
