@@ -207,7 +207,7 @@ class World(RuleBasedStateMachine):
             else:
                 self.no_requests_until_s[action.engine] = self.now_s + action.open_s
         elif isinstance(action, ReportTrust):
-            assert action.trusted == self.scheduler.queues(action.model).trust.trusted
+            assert action.trusted == self.scheduler.queues(action.model).binning.trust.trusted
         elif isinstance(action, SolveDispatch):
             assert action.model not in self.asked, "two plans are requested at once"
             self.asked[action.model] = action.observed
