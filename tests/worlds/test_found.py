@@ -14,8 +14,10 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ForecastsRevised,
     PreemptBatch,
     RequestArrived,
+    RequestCancelled,
     RequestEnded,
     ServedElsewhere,
     StartBatch,
@@ -298,3 +300,22 @@ def test_an_engine_is_asked_again_after_the_request_that_held_it_back_has_starte
     ]
     assert started == [[("a", 0)], [("b", 1)], [], []]
     assert starts(scheduler.handle(RequestEnded("b", 1, "completed", 4.0), 0.01)) == [("b", 2), ("a", 3)]
+
+
+def test_a_check_does_not_count_as_waiting_for_a_memory_token() -> None:
+    """World 91300541: a check after a step without a dispatch changed when the token was last waited for.
+
+    1 waits for the token of e from 0.0 on, and 2 behind it. The later the token is released, the longer it rests.
+    """
+    scheduler = new_scheduler(engine("e", 3), release="greedy")
+    assert [arrive(scheduler, number, prompt) for number, prompt in enumerate([25.0, LARGE, LARGE])] == [
+        [("e", 0)],
+        [],
+        [],
+    ]
+    assert scheduler.handle(ForecastsRevised(()), 0.05) == []
+    check(scheduler)
+    scheduler.handle(RequestCancelled(1), 0.06)
+    token = scheduler.engines["e"].memory_token
+    assert token.holder is scheduler.requests[2]
+    assert token.rests_until_s == 0.0
