@@ -38,8 +38,8 @@ def check(scheduler: Scheduler) -> None:
 
 @contextmanager
 def _tokens_kept(group: Group) -> Iterator[None]:
-    """Keep the engines' memory tokens as they are. A token notes when others last waited for its holder, and a check that
-    asks what could start would count as waiting.
+    """Keep the engines' memory tokens as they are. A token notes when others last waited for its holder, and a check
+    that asks what could start would count as waiting.
     """
     tokens = {name: engine.memory_token for name, engine in group.pool.engines.items()}
     for engine in group.pool.engines.values():
