@@ -319,3 +319,16 @@ def test_a_check_does_not_count_as_waiting_for_a_memory_token() -> None:
     token = scheduler.engines["e"].memory_token
     assert token.holder is scheduler.requests[2]
     assert token.rests_until_s == 0.0
+
+
+def test_what_a_release_lets_go_on_a_busy_engine_starts_on_an_idle_one_if_it_fits_there_only() -> None:
+    """World 523700693: 1 formed a batch for b, waited for its memory, and was not tried on a, which was asked before.
+
+    The plan makes idle engines wait for four requests; busy ones take all they can.
+    """
+    scheduler = new_scheduler(engine("b", 3), order="flex", preemption="off", release="table", batch_size=4)
+    assert arrive(scheduler, 0, 25.0) == [("b", 0)]
+    table = DispatchTable((0, 0, 0, 0, 4), (), (), service_s=(1.0,) * 4, late_s=(1.0,) * 4, wait_s_max=9.0)
+    scheduler.handle(DispatchSolved(DispatchPlan((0,), (table,)), ""), 0.0)
+    scheduler.handle(EngineReady(engine("a", 3)), 0.0)
+    assert arrive(scheduler, 1, LARGE) == [("a", 1)]

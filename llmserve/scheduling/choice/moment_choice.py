@@ -41,19 +41,23 @@ class MomentChoice(Choice):
         self._order = order
         self._wakes_s: list[float] = []
         self._holds = False  # whether requests that wait for memory hold others back on the engine asked last
+        self._forms = False  # whether a batch has formed there that has not started
         self._candidates = Candidates(group, forming, times, now_s, asks=asks)
 
     def starts(self) -> Iterator[Start]:
         names = deque(sorted(self._pool.free))
         held: list[str] = []  # engines on which requests that wait for memory hold others back
+        left: list[str] = []  # engines on which no candidate is left
         while names:
             name = names.popleft()
             while self._group.tally.waiting and (engines := self._sharing(name)):
                 start = self._best(engines)
+                if self._forms:  # a release may hold back for idle engines what it lets go on others
+                    names += left
+                    left.clear()
                 if start is None:
                     self._note_wakes(engines, name)
-                    if self._holds:
-                        held.append(name)
+                    (held if self._holds else left).append(name)
                     break
                 yield start
                 names += held  # what held others back may have started, or may come later now
@@ -83,7 +87,7 @@ class MomentChoice(Choice):
 
     def _best(self, engines: Sequence[EngineState]) -> Start | None:
         """The best start on one of these engines; None: nothing can start."""
-        self._holds = False
+        self._holds = self._forms = False
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
@@ -124,6 +128,7 @@ class MomentChoice(Choice):
         batch, _ = self._batch_of(candidate)
         if candidate.batch is None:
             formed.push(batch)
+            self._forms = True
         formed.set_apart_large(batch)
         self._candidates.skipped.add(batch.share)
         elsewhere = [other for other in self._pool.free_for(candidate.model) if other is not engine]
