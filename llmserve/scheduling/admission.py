@@ -104,7 +104,7 @@ def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
     False: the request's own share holds most, with this request.
     """
     held = {request.share: 1.0 / request.weight}
-    for fair in {queues.fair for queues in group.queues.values()}:
+    for fair in dict.fromkeys([queues.fair for queues in group.queues.values()]):  # in the order of their making
         for share in fair:
             held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
     most = max(held, key=lambda name: (held[name], name == request.share))

@@ -332,3 +332,14 @@ def test_what_a_release_lets_go_on_a_busy_engine_starts_on_an_idle_one_if_it_fit
     scheduler.handle(DispatchSolved(DispatchPlan((0,), (table,)), ""), 0.0)
     scheduler.handle(EngineReady(engine("a", 3)), 0.0)
     assert arrive(scheduler, 1, LARGE) == [("a", 1)]
+
+
+def test_of_shares_that_hold_as_much_of_a_full_queue_the_same_makes_room_in_every_run() -> None:
+    """World 1503201046: the share depended on where the process had its objects, so a journal did not replay."""
+    engines = [EngineInfo(model, 1, False, models=(model,)) for model in ("a", "b")]
+    schedulers = [new_scheduler(*engines, release="greedy", queue_requests_max=4) for _ in range(20)]
+    for number, (model, share) in enumerate([("a", "x"), ("b", "y")] + 2 * [("a", "x"), ("b", "y")]):
+        for scheduler in schedulers:
+            scheduler.handle(RequestArrived(Request(number, 4.0, model=model, share=share)), 0.0)
+    last = RequestArrived(Request(6, 4.0, model="a", share="z"))
+    assert [scheduler.handle(last, 0.0) for scheduler in schedulers] == 20 * [[FailRequest(4, "queue_full")]]
