@@ -377,7 +377,7 @@ class Script:
     """A scheduler that returns set actions for set events."""
 
     requests: tuple[int, ...] = ()
-    background = SimpleNamespace(waiting=())
+    batch_lane = SimpleNamespace(waiting=())
     wake_at_s = None
 
     def __init__(self, actions: dict[object, list[Action]]) -> None:

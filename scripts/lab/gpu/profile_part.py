@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 from kit.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
 from kit.results import straight_line
@@ -27,6 +26,7 @@ from gpu.steps import CampaignStep, NotYet, Results
 from llmserve.commands.profile import profile_of
 from llmserve.engines import measuring
 from llmserve.engines.measuring import MeasuringPlan
+from llmserve.http.client import HttpClient
 
 SETTING = ("contexts", "tokens", "rounds", "batch_s", "idle_s", "answers", "tokens_max", "seed")
 LINE_BATCHES = (1, 8)  # sizes of the batches of Fig. 5
@@ -107,9 +107,9 @@ async def _batches(plan: CampaignPlan, machine: Machine, shape: str, rows: tuple
 
 @asynccontextmanager
 async def _client(url: str, shape: str, plan: CampaignPlan) -> AsyncIterator[measuring.Client]:
-    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        yield measuring.Client(session, url, shape, plan.seed)
+    most_s = measuring.ANSWER_S_MAX
+    async with HttpClient(url, connect_s=measuring.CONNECT_S, idle_s=most_s, answer_s=most_s) as http:
+        yield measuring.Client(http, shape, plan.seed)
 
 
 async def _observe(client: measuring.Client, machine: Machine, size: int, tokens: int, least_s: float) -> Observation:

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
-from llmserve.engines.timed.server import FakeEngine
+from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.jobs.run import item_feeder, runner, seats
 from llmserve.jobs.run.item_queue import LINES_MAX
 from llmserve.jobs.submission import BatchSubmitter
@@ -169,10 +169,11 @@ async def test_few_batches_are_in_memory_and_all_of_them_end(
     monkeypatch.setattr(seats, "SEATS", 2)
     async with FakeEngine(step_s=0.005) as engine:
         front = await start_front(engine, server=ServerConfig(port=0, state=str(tmp_path)))
-        await run_eight(client_of(front.url))
+        await run_eight(client_of(front.url), engine)
 
 
-async def run_eight(client: openai.AsyncOpenAI) -> None:
+async def run_eight(client: openai.AsyncOpenAI, engine: FakeEngine) -> None:
+    engine.fault = Fault("slow")  # so that the first batches still run when the last one is looked at
     file = await client.files.create(file=("in.jsonl", lines(30, max_tokens=10)), purpose="batch")
     made = [
         await client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
@@ -180,6 +181,7 @@ async def run_eight(client: openai.AsyncOpenAI) -> None:
     ]
     waits = await paused(client, made[-1].id, "queued")
     assert waits.status == "in_progress"
+    engine.fault = Fault()
     for batch in made:
         assert (await ended(client, batch)).status == "completed"
 
