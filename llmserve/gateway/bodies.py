@@ -299,16 +299,6 @@ def value_or_none(decoder: msgspec.json.Decoder[T], raw: Raw) -> T | None:
         return None
 
 
-def value_of(name: str, decoder: msgspec.json.Decoder[Any], raw: Raw) -> Any:
-    """The value of a Raw field. Raises BadRequest."""
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise bad_request(error, name) from None
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"`{name}`: {error}", param=name, code="invalid_value") from None
-
-
 def stops_of(name: str, raw: Raw) -> tuple[str, ...]:
     """The stop strings; none of what the engine must reject. Raises BadRequest."""
     if not raw:

@@ -439,7 +439,3 @@ async def _serve(engine: FakeEngine) -> None:
     async with engine:
         print(f"llmserve fake engine: {engine.model} is ready at {engine.url}", flush=True)
         await stop.wait()
-
-
-if __name__ == "__main__":
-    main()
