@@ -55,6 +55,23 @@ def blocks_of(content: Raw) -> list[str | Block]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
+class OneAnswer:
+    """What both bodies have in common: one answer, of no least length, and tools."""
+
+    __slots__ = ()
+    answers: ClassVar[int] = 1
+    truncates: ClassVar[bool] = False
+    output_tokens_certain: ClassVar[int] = 1
+    tools: Raw
+
+    def output_tokens_min(self, most: int | None) -> int | None:
+        return None
+
+    @property
+    def tools_count(self) -> int:
+        return count_tools(self.tools)
+
+
 # ---- /v1/responses --------------------------------------------------------------------------------------------------
 
 
@@ -90,24 +107,14 @@ class _TextSettings(msgspec.Struct):
 _TEXT_SETTINGS = msgspec.json.Decoder(_TextSettings)
 
 
-class ResponseBody(Levelled, kw_only=True):
+class ResponseBody(Levelled, OneAnswer, kw_only=True):
     prompt_field: ClassVar[str] = "input"
-    answers: ClassVar[int] = 1
-    truncates: ClassVar[bool] = False
-    output_tokens_certain: ClassVar[int] = 1
     input: Raw = Raw()
     instructions: Scalar = None
     max_output_tokens: Scalar = None
     previous_response_id: str | None = None
     text: Raw = Raw()
     tools: Raw = Raw()
-
-    def output_tokens_min(self, most: int | None) -> int | None:
-        return None
-
-    @property
-    def tools_count(self) -> int:
-        return count_tools(self.tools)
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -153,11 +160,8 @@ class AgentMessage(Counted):
         return [*turns, (self.role or "", " ".join(own))] if own else turns
 
 
-class MessagesBody(Asked, kw_only=True):
+class MessagesBody(Asked, OneAnswer, kw_only=True):
     prompt_field: ClassVar[str] = "messages"
-    answers: ClassVar[int] = 1
-    truncates: ClassVar[bool] = False
-    output_tokens_certain: ClassVar[int] = 1
     previous_response_id: ClassVar[str] = ""
     tier: ClassVar[str] = ""  # Anthropic's tiers are not OpenAI's
     level: ClassVar[int] = 0
@@ -166,13 +170,6 @@ class MessagesBody(Asked, kw_only=True):
     system: Raw = Raw()
     stop_sequences: Raw = Raw()
     tools: Raw = Raw()
-
-    def output_tokens_min(self, most: int | None) -> int | None:
-        return None
-
-    @property
-    def tools_count(self) -> int:
-        return count_tools(self.tools)
 
     @property
     def output_tokens_max(self) -> int | None:
