@@ -31,7 +31,7 @@ from llmserve.simulation.workload import Trace
 from llmserve.wire.headers import PREDICTED_HEADER
 
 SETTING = ("shape", "energy_batch", "energy_s", "lengths", "loads", "seed")
-VALUE = 4  # of the steps
+FIRST, REST = 2.5, 4  # values of the steps: at the first load, and at the others
 PART = "energy"
 RELEASES = ("greedy", "full", "table")
 PERCENTILE, STRETCH = 95.0, 2.0  # the target of table: this percentile of the latency, so many times greedy's
@@ -46,7 +46,7 @@ def steps(plan: CampaignPlan, machine: Machine, costs: Results, results: Results
         CampaignStep(
             PART,
             _name(release, load),
-            VALUE,
+            FIRST if load == plan.loads[0] else REST,
             plan.energy_s + 7.0,
             partial(_measure, plan, machine, costs, results, release, load),
             plan.shape,

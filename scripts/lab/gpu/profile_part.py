@@ -204,6 +204,8 @@ def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
             row[3].plot(tokens, line["besides_s"] + line["token_s"] * tokens, color=color, lw=1)
             row[3].set(xlabel="output tokens of the longest answer", ylabel="seconds of a batch")
             row[3].legend()
+        for panel in row:
+            panel.set_visible(panel.has_data())
     save(figure, path)
 
 

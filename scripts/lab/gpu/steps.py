@@ -45,7 +45,7 @@ class CampaignStep:
 
     part: str
     name: str
-    value: int
+    value: float
     about_s: float
     measure: Callable[[], Awaitable[Any]]
     engine: str = ""
