@@ -9,7 +9,7 @@ engine_state : pure: the table of an engine's states, where its death is decided
 homes        : the groups of a gateway's plan: which has the requests of a stream and model
 handle       : one engine: state, measurements, and running calls
 known_models : which models are known, and how many engines list each
-route queues        : queues beside a model's own, for calls that only some of its engines can serve
+route_queues : queues beside a model's own, for calls that only some of its engines can serve
 part         : the driver of a server, which takes other engines while it runs
 routes       : which engines can serve a call
 journal      : every step of the scheduler, in memory and in a file that replays
