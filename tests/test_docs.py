@@ -334,6 +334,20 @@ def gain(arrangement: str, run: str = "throughput") -> float:
     return float(row_of(results(run)["rows"], arrangement=arrangement)["gain"])
 
 
+def on_h200(case: str) -> float:
+    """Tokens per second beside one bin."""
+    steps = results("gpu/h200/bins")["steps"]
+    one, other = (steps[f"batches of 32: {name}"]["tokens_per_s"] for name in ("one bin, oracle", case))
+    return float(other / one)
+
+
+def saved_on_h200(release: str) -> float:
+    """Percent of the energy per token of greedy at load 0.1."""
+    steps = results("gpu/h200/energy")["steps"]
+    greedy, other = (steps[f"{name} at load 0.1"]["joules_per_token"] for name in ("greedy", release))
+    return float(100 * (1 - other / greedy))
+
+
 def people(score: str) -> float:
     return float(results("predictor-people")["gains"][score]["8"]["8"])
 
@@ -353,6 +367,14 @@ BURST: Claims = {
     ),
 }
 MEASURED: Claims = {
+    "an H200, a Llama of 1B in static batches of 32, answers of known lengths": (
+        lambda: on_h200("8 bins, oracle"),
+        lambda: on_h200("a window, oracle"),
+        lambda: on_h200("8 bins, predicted"),
+        lambda: on_h200("a window, predicted"),
+        lambda: saved_on_h200("full"),
+        lambda: saved_on_h200("table"),
+    ),
     "an engine with static batches of 8, a burst": (
         lambda: gain("8 bins, risk"),
         lambda: gain("8 bins, oracle"),

@@ -166,7 +166,7 @@ def test_the_page_says_what_was_not_measured(tmp_path: Path) -> None:
     assert page.NO_DEVICE in text
     assert "|" not in text
     Results(tmp_path / "h100", "predictor", {}, "NVIDIA H100 80GB HBM3, 80 GiB").put("x", 1)
-    (tmp_path / "h100" / "notes.md").write_text("The predictor waited for a lock.\n")
+    (tmp_path / "h100" / "notes.txt").write_text("The predictor waited for a lock.\n")
     text = page.page(tmp_path)
     assert text.count(page.NOTHING) == len(PARTS) - 1
     assert "The predictor waited for a lock." in text

@@ -5,7 +5,7 @@
 
 Reads docs/results/gpu/DEVICE/*.json. Writes docs/results/gpu.md, the figures beside the results, and
 bins/profiles/DEVICE-MODEL.json, the profiles that `simulate`, `solve` and `serve` take by name. What was not measured
-has no table. The file docs/results/gpu/DEVICE/notes.md, written by hand, stands before the device's tables.
+has no table. The file docs/results/gpu/DEVICE/notes.txt, written by hand, stands before the device's tables.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _of_device(folder: Path, shapes: tuple[str, ...]) -> str:
     }
     results = {part: Results.read(folder, part.PART) for part in sections}
     name = next(of.device for of in results.values() if of.device)
-    notes = folder / "notes.md"
+    notes = folder / "notes.txt"
     texts = [f"## {name}\n", *([f"{notes.read_text(encoding='utf-8').strip()}\n"] if notes.exists() else [])]
     for part, (title, tables) in sections.items():
         body = "\n\n".join(tables(results[part])) if results[part].steps else NOTHING
