@@ -343,3 +343,19 @@ def test_of_shares_that_hold_as_much_of_a_full_queue_the_same_makes_room_in_ever
             scheduler.handle(RequestArrived(Request(number, 4.0, model=model, share=share)), 0.0)
     last = RequestArrived(Request(6, 4.0, model="a", share="z"))
     assert [scheduler.handle(last, 0.0) for scheduler in schedulers] == 20 * [[FailRequest(4, "queue_full")]]
+
+
+def test_a_returned_batch_is_tried_again_after_a_batch_that_forms_has_made_look_ahead_places_usable() -> None:
+    """Worlds 1503201625 and 48457465: 0 waited for the next event beside the look-ahead place of b.
+
+    a failed 0, and b's place ahead needs two formed requests. Then the other share's 3 forms for a, whose memory 1
+    leaves too little of, and blocks both engines.
+    """
+    scheduler = new_scheduler(engine("a", 2), engine("b", 1, 1, None), release="greedy", batch_size=2)
+    started = [
+        starts(scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, share=share)), 0.0))
+        for number, (share, prompt) in enumerate([("x", SMALL), ("y", LARGE), ("x", SMALL), ("y", 20.0)])
+    ]
+    assert started == [[("a", 0)], [("a", 1)], [("b", 2)], []]
+    assert fails(scheduler, "a", 0) == [("b", 0)]
+    check(scheduler)

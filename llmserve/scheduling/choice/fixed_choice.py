@@ -31,13 +31,18 @@ class FixedChoice(Choice):
         super().__init__(group, forming, now_s)
         self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
         self._skipped: set[FormedBatch] = set()  # batches that others may pass
+        self._formed = False  # whether a batch has formed since the last look for the first batch began
         self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
         while self._pool.free and (startable := self._startable()):
+            self._formed = False
             first, unformed = self._first(startable)
             if first is not None and unformed and self._form_older(unformed, first[1]):
                 first, _ = self._first(startable)
+            if self._formed and (self._skipped or self._blocked):
+                self._begin_again()
+                continue
             if first is None:
                 if not self._form_most_urgent(startable) and not self._begin_alone():
                     return
@@ -50,7 +55,9 @@ class FixedChoice(Choice):
                 self.hold(queues, batch)
 
     def _begin_again(self, *, alone: bool = False) -> None:
-        """Forget what cannot start: look-ahead places may be used, or fewer batches wait in front."""
+        """Forget what could not start before a batch formed or started: with more formed requests look-ahead places may
+        be used, and after a start fewer batches wait in front.
+        """
         self._skipped, self._blocked, self._alone = set(), frozenset(), alone
 
     def _begin_alone(self) -> bool:
@@ -179,7 +186,7 @@ class FixedChoice(Choice):
             idle = self._idle(queues, self._blocked, queues.release.plans)
             for queue in queues.bins if idle is not None else ():
                 if queue.waits_here(share) and (size := self._forming.size(queues, queue, self._now_s, idle)):
-                    self._forming.push(queues, queue, size, self._now_s)
+                    self._form(queues, queue, size)
                     if queues.formed.fresh(share) is not None:
                         return True
         return False
@@ -194,7 +201,7 @@ class FixedChoice(Choice):
                 if queue.requests and queue.oldest_at_s < next_batch.formed_at_s:
                     size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
                     if size:
-                        self._forming.push(queues, queue, size, self._now_s)
+                        self._form(queues, queue, size)
                         formed = True
         return formed
 
@@ -215,9 +222,13 @@ class FixedChoice(Choice):
                         best, chosen = turn, (queues, queue, size)
         if chosen is None:
             return False
-        self._forming.push(*chosen, self._now_s)
-        self._begin_again()  # with more formed requests, batches may use look-ahead places
+        self._form(*chosen)
+        self._begin_again()
         return True
+
+    def _form(self, queues: ModelQueues, queue: BinQueue, size: int) -> None:
+        self._forming.push(queues, queue, size, self._now_s)
+        self._formed = True
 
     # ---- choice of an engine ----
 
