@@ -75,18 +75,15 @@ def _use(head: Head) -> tuple[int, float]:
 class Client(Protocol):
     """The receiver of a call's answer. `begin` with a body, `end` and `fail` are the last calls of its methods."""
 
-    @property
-    def paused(self) -> bool:
-        """Whether the client reads slower than the answer is written."""
-        ...
-
     async def writable(self) -> None:
         """Wait until the client has read enough, or has gone."""
         ...
 
     def begin(self, head: Head) -> None: ...
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> bool:
+        """Returns whether the client is behind: it reads slower than the answer is written."""
+        ...
 
     @property
     def listens(self) -> bool:
@@ -151,14 +148,15 @@ class Delivery:
     gone      the client has left
     answered  the client has received bytes
     complete  the client has the whole answer, or was told of a failure
+    behind    the client had too many unread bytes at the last ones; it may be waited for
     error     code of the failure that the client was told of
     refused   an engine's error answer, for the client if no other engine has a better one
     """
 
-    __slots__ = ("_client", "answered", "complete", "error", "gone", "refused")
+    __slots__ = ("_client", "answered", "behind", "complete", "error", "gone", "refused")
 
     def __init__(self, client: Client) -> None:
-        self.gone = self.answered = self.complete = False
+        self.gone = self.answered = self.complete = self.behind = False
         self.error = ""
         self.refused: Head | None = None
         self._client = client
@@ -191,12 +189,7 @@ class Delivery:
     def feed(self, chunk: bytes) -> None:
         """Give the client bytes of a stream."""
         if not (self.complete or self.gone):
-            self._client.write(chunk)
-
-    @property
-    def paused(self) -> bool:
-        """Whether the client has too many unread bytes."""
-        return self._client.paused and not (self.complete or self.gone)
+            self.behind = self._client.write(chunk)
 
     async def writable(self) -> None:
         """Wait until the client has read enough, or has gone."""

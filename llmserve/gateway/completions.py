@@ -129,16 +129,13 @@ def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
 class _Answer:
     """Writes the answer of a call to the client's connection."""
 
-    __slots__ = ("_account", "_call", "_exchange")
+    __slots__ = ("_account", "_call", "_exchange", "write")
 
     def __init__(self, call: Call, exchange: ClientExchange, account: Account) -> None:
         self._call = call
         self._exchange = exchange
         self._account = account
-
-    @property
-    def paused(self) -> bool:
-        return self._exchange.paused
+        self.write = exchange.write
 
     @property
     def listens(self) -> bool:
@@ -167,9 +164,6 @@ class _Answer:
         self._exchange.start(head.status, headers, None)
         if not head.content_type.startswith(EVENT_STREAM):
             self._exchange.on_silence = None
-
-    def write(self, data: bytes) -> None:
-        self._exchange.write(data)
 
     def end(self) -> None:
         self._exchange.end()

@@ -58,10 +58,10 @@ async def run_asgi(app: ASGIApp, exchange: Exchange[Any]) -> None:
             others = [(name, value) for name, value in headers if name != b"content-length"]
             exchange.start(message["status"], others, length)
             return
-        exchange.write(message.get("body", b""))
+        is_behind = exchange.write(message.get("body", b""))
         if not message.get("more_body", False):
             exchange.end()
-        elif exchange.paused:
+        elif is_behind:
             await exchange.writable()
 
     await app(_scope(exchange), receive, send)

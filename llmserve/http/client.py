@@ -109,8 +109,10 @@ class Response:
     def take(self) -> bytes:
         """What has arrived and was not taken, b"" for nothing. Raises HttpError when it breaks off there."""
         chunks = self._chunks
-        if not chunks and self.error is not None and not self.complete:
-            raise self.error
+        if not chunks:
+            if self.error is not None and not self.complete:
+                raise self.error
+            return b""
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         if self._buffered > BUFFER_BYTES_MAX and self.connection is not None:
@@ -185,11 +187,18 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection carries one request at a time. Its timer fires at least every KEPT_S, and is not set anew before."""
+    """A connection carries one request at a time. Its timer fires at least every KEPT_S, and is not set anew before.
+
+    What one read brings of a body is collected before Python sees any of it.
+    """
+
+    on_body: Callable[[bytes], None]  # the parser's callback for each chunk
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
         self._loop = asyncio.get_running_loop()
+        self._parts: list[bytes] = []  # of a body, in one read
+        self.on_body = self._parts.append
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         # Servers that end a line by LF alone, or write a space behind a chunk's size, are understood.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
@@ -201,7 +210,8 @@ class _Connection(asyncio.Protocol):
         self._framed = False  # the head says where the body ends; else the body ends with the connection
         self._paused = False
         self._good = False  # the status of the answer
-        self._head_bytes = 0
+        self._kept_headers = client.headers_kept
+        self._head_bytes = 0  # in complete fields
         self._idle_bytes = 0  # bytes since the last bytes of a body
         self._since_s = 0.0  # the last byte that counts, the request, or the end of the last answer
         self._before_s = 0.0  # the same before the last byte
@@ -298,22 +308,43 @@ class _Connection(asyncio.Protocol):
             self.close(HttpError("bytes that nobody asked for"))
             return
         self._before_s, self._since_s = self._since_s, self._loop.time()
-        self._idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserError as error:
-            if response.complete:  # the surplus after a good answer
-                self._response = None
-            self.close(HttpError(_reason(error)))
-            if response.complete:
-                response.changed()
+            self._broken(response, error)
             return
+        if self._parts:
+            self._give_body(response)
+        else:
+            self._idle_bytes += len(data)
         if response.complete:
             self._end()
             response.changed()
         elif self._idle_bytes > HEAD_BYTES_MAX:
             self.close(HttpError(f"more than {HEAD_BYTES_MAX:,} bytes that are no body"))
         elif response.status:
+            response.changed()
+
+    def _give_body(self, response: Response) -> None:
+        """Give what one read brought of the body."""
+        parts, self._idle_bytes = self._parts, 0
+        if self._good and not parts[-1].startswith(b":"):
+            self._client.heard_s = self._since_s
+        part = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if response.add(part) and not self._paused:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _broken(self, response: Response, error: HttpParserError) -> None:
+        """Close the connection, for no answer follows. Bytes behind a good answer do it no harm."""
+        if self._parts:
+            self._give_body(response)
+        if response.complete:
+            self._response = None
+        self.close(HttpError(_reason(error)))
+        if response.complete:
             response.changed()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -352,17 +383,17 @@ class _Connection(asyncio.Protocol):
             raise _Unwanted("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise _Unwanted(f"a head of more than {HEAD_BYTES_MAX:,} bytes")
-        response, name = self._response, name.lower()
-        if name in self._client.headers_kept and response is not None and not response.status:  # no trailer
+        self._head_bytes += len(name) + len(value)
+        name, response = name.lower(), self._response
+        if name in self._kept_headers and response is not None and not response.status:  # no trailer
             headers = response.headers
             headers[name] = headers[name] + b", " + value if name in headers else value
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         assert self._response is not None
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise _Unwanted(f"a head of more than {HEAD_BYTES_MAX:,} bytes")
         response, status = self._response, self._parser.get_status_code()
         if 100 <= status < 200 and status != 101:
             self._interim = True
@@ -377,15 +408,6 @@ class _Connection(asyncio.Protocol):
         self._framed = encoding is not None or b"content-length" in headers
         self._good = status < 300
         response.status = status
-
-    def on_body(self, data: bytes) -> None:
-        self._idle_bytes = 0
-        if self._good and not data.startswith(b":"):
-            self._client.heard_s = self._since_s
-        if self._response is not None and self._response.add(data) and not self._paused:
-            assert self._transport is not None
-            self._paused = True
-            self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         assert self._parser is not None

@@ -258,11 +258,6 @@ class Exchange(Generic[State]):
 
     # ---- the answer ----
 
-    @property
-    def paused(self) -> bool:
-        """Whether the client reads slower than the answer is written."""
-        return self._out.paused
-
     async def writable(self) -> None:
         """Wait until the client has read enough, or has gone."""
         out = self._out
@@ -295,11 +290,13 @@ class Exchange(Generic[State]):
         self._head, self.started, self.status = b"".join(lines), True, status
         self.written = -self._out.written
 
-    def write(self, data: bytes) -> None:
-        if self.method == "HEAD" or not data:
-            return
-        head, self._head = self._head, b""
-        self._out.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
+    def write(self, data: bytes) -> bool:
+        """Write bytes of the body. Returns whether the client is behind: it reads slower than the answer is written."""
+        out = self._out
+        if data and self.method != "HEAD":
+            head, self._head = self._head, b""
+            out.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
+        return out.paused
 
     def flush(self) -> None:
         """Send the head, if it waits for the first bytes of the body."""

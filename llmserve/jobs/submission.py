@@ -184,7 +184,7 @@ class _ItemAnswer:
 
     __slots__ = ("_client",)
 
-    paused = listens = False
+    listens = False
 
     def __init__(self, client: Answered) -> None:
         self._client = client
@@ -196,7 +196,7 @@ class _ItemAnswer:
         assert head.body is not None, "a batch item is not streamed"
         self._client.answered(head.status, _request_id(head.receipt), head.body)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         raise AssertionError("a batch item is not streamed")
 
     def end(self) -> None:

@@ -119,6 +119,8 @@ class Forwarding:
     def _next(self) -> RequestEnded | None:
         """Return how the request ended; None: more follows. Raises EngineError."""
         answer = self._answer
+        if self._measured.usage is not None:  # a stream goes on
+            return self._stream(answer)
         if not answer.arrived():
             return None
         if answer.served and (receipt := self.in_flight.receipt) is not None:
@@ -237,7 +239,7 @@ class Forwarding:
                         measured.first_at_s = self._owner.now_s()
                         self._begin(None)
                     delivery.feed(forwarded)
-                    if delivery.paused and usage.failed is None and not usage.over:
+                    if delivery.behind and usage.failed is None and not usage.over:
                         self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
                         return None
                 if usage.failed is not None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from llmserve.wire.error_objects import ErrorObject, error_in
 from llmserve.wire.lenient_json import COUNT_BOUND, read
 
+EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 EVENT_END = re.compile(rb"(?>\r\n|[\r\n])(?:\r\n|[\r\n])")  # lines end with LF, CR LF or CR, also in mixtures
 FINISHED = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # generated text never matches: its quotes are escaped
 CUT = re.compile(rb'"finish_reason"\s*:\s*"length"')
@@ -137,6 +138,8 @@ class Passing:
 
     def feed(self, chunk: bytes) -> bytes:
         """Add bytes from the engine. Returns the bytes that may go to the client now."""
+        if self.began and not self._partial and chunk.endswith(EVENT_ENDS):  # most chunks are whole events
+            return self._pass(chunk)
         data, self._partial, in_parts = whole_events(self._partial + chunk if self._partial else chunk)
         if in_parts:
             self.in_parts = self.began = True
@@ -390,7 +393,7 @@ def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
 
 def whole_events(data: bytes) -> tuple[bytes, bytes, bool]:
     """What may pass now, the incomplete event that waits for its rest, and whether it was too large to wait."""
-    if data.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
+    if data.endswith(EVENT_ENDS):
         return data, b"", False
     end = events_end(data)
     if len(data) - end <= PARTIAL_BYTES_MAX:

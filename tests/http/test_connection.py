@@ -511,9 +511,11 @@ def test_the_handler_hears_of_a_client_that_has_left_and_its_bytes_leave_the_mem
 async def test_a_writer_waits_for_a_client_that_reads_no_more_and_wakes_when_it_leaves() -> None:
     play = Playbook() >> Received(GET) << GOT
     exchange = play.handler.waiting[0]
+    exchange.start(200, [], None)
+    assert not exchange.write(b"read at once")
     for wake in (play.connection.out.resume, play.connection.lost):
         play.connection.out.pause()
-        assert exchange.paused
+        assert exchange.write(b"not read yet")
         waiting = asyncio.ensure_future(exchange.writable())
         await asyncio.sleep(0)
         assert not waiting.done()

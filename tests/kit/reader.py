@@ -14,7 +14,7 @@ from llmserve.request import Call
 class Reader:
     """chunks: of a stream so far.  error: that the call failed with."""
 
-    paused = listens = False
+    listens = False
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -31,8 +31,9 @@ class Reader:
     def begin(self, head: Head) -> None:
         self._head.set_result(head)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         self.chunks.append(data)
+        return False
 
     def end(self) -> None:
         assert self._head.done(), "an answer begins before it ends"

@@ -261,7 +261,7 @@ async def test_a_slow_client_slows_its_engine_down_once_its_buffer_is_full(start
         front = await start_front(engine, live=LiveConfig(buffer_bytes_max=10_000))
         response = await front.post(stream=True, max_tokens=200_000).__aenter__()
         first = await response.content.readexactly(100)
-        await until(lambda: (call := front.cluster.calls.get(1)) is not None and call.delivery.paused)
+        await until(lambda: (call := front.cluster.calls.get(1)) is not None and call.delivery.behind)
         assert front.cluster.scheduler.requests, "the answer is longer than all buffers on the way"
         assert (first + await response.read()).endswith(b"data: [DONE]\n\n")
         await until(lambda: not front.cluster.scheduler.requests)

@@ -201,7 +201,7 @@ class _Line:
 
     __slots__ = ("_number", "_run")
 
-    paused = listens = False
+    listens = False
 
     def __init__(self, run: LocalRun, number: int) -> None:
         self._run, self._number = run, number
@@ -212,7 +212,7 @@ class _Line:
     def begin(self, head: Head) -> None:
         self._run.answered(self._number, head)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         raise AssertionError("a line is no stream")
 
     def end(self) -> None:

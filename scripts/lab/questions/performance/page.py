@@ -41,13 +41,14 @@ STATIC = ROOT / "llmserve" / "web" / "static"
 class Unread:
     """A client that reads nothing."""
 
-    paused = listens = False
+    listens = False
 
     async def writable(self) -> None: ...
 
     def begin(self, head: Head) -> None: ...
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> bool:
+        return False
 
     def end(self) -> None: ...
 
