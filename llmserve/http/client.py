@@ -46,13 +46,15 @@ class Response:
     idle_s    longest silence
     on_change called when something has arrived, and when the answer has ended or failed; never after `close`
     headers   those that the client keeps, by lower-case name; the values of a repeated header are joined by commas
+    chunks    of the body, which wait to be taken
+    left      bytes that have come since they were last taken, if not all were taken at once
     complete  the whole body has arrived; parts of it may wait to be taken
     error     why nothing more arrives
     """
 
     __slots__ = (
-        *("complete", "connection", "data", "draining", "error", "headers", "idle_s", "on_change", "status"),
-        *("_buffered", "_chunks", "_client", "_closed", "_connecting", "_parts", "_read"),
+        *("chunks", "complete", "connection", "data", "draining", "error", "headers", "idle_s", "left", "on_change"),
+        *("status", "_client", "_closed", "_connecting", "_parts", "_read"),
     )
 
     def __init__(self, client: HttpClient, data: bytes, on_change: Callable[[], None] | None, idle_s: float) -> None:
@@ -61,13 +63,13 @@ class Response:
         self.connection: _Connection | None = None
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
+        self.chunks: list[bytes] = []
+        self.left = 0
         self.complete = self.draining = False
         self.error: HttpError | None = None
         self._client = client
         self._closed = False
         self._connecting: asyncio.Task[None] | None = None
-        self._chunks: list[bytes] = []
-        self._buffered = 0
         self._parts: list[bytes] = []  # of the body, taken by `body`
         self._read = 0
 
@@ -92,7 +94,7 @@ class Response:
 
     def body(self, bytes_max: int) -> bytes | None:
         """The whole body; None until it is complete. Raises HttpError, also when it is larger."""
-        if self._chunks:
+        if self.chunks:
             part = self.take()
             self._parts.append(part)
             self._read += len(part)
@@ -108,16 +110,17 @@ class Response:
 
     def take(self) -> bytes:
         """What has arrived and was not taken, b"" for nothing. Raises HttpError when it breaks off there."""
-        chunks = self._chunks
+        chunks = self.chunks
         if not chunks:
             if self.error is not None and not self.complete:
                 raise self.error
             return b""
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
-        if self._buffered > BUFFER_BYTES_MAX and self.connection is not None:
-            self.connection.resume(self)
-        self._buffered = 0
+        if self.left:
+            self.left = 0
+            if self.connection is not None:
+                self.connection.resume(self)
         return data
 
     def close(self) -> None:
@@ -131,7 +134,7 @@ class Response:
     def drain(self) -> None:
         """Throw away the rest of an answer whose reader has all that counts; its connection is kept if it ends soon."""
         self._closed, self.on_change, self.draining = True, None, True
-        self._chunks.clear()
+        self.chunks.clear()
         if not self.complete and self.connection is not None:
             self.connection.drain(self)
 
@@ -164,14 +167,6 @@ class Response:
         else:
             self._connecting = None
             connection.send(self)
-
-    def add(self, data: bytes) -> bool:
-        """Add bytes of the body. Returns whether more than BUFFER_BYTES_MAX wait."""
-        if self.draining:
-            return False
-        self._chunks.append(data)
-        self._buffered += len(data)
-        return self._buffered > BUFFER_BYTES_MAX
 
     def fail(self, error: HttpError) -> None:
         """A request on a kept connection that turns out to be closed is sent once more, on a new connection."""
@@ -308,44 +303,46 @@ class _Connection(asyncio.Protocol):
             self.close(HttpError("bytes that nobody asked for"))
             return
         self._before_s, self._since_s = self._since_s, self._loop.time()
+        failure: HttpParserError | None = None
         try:
             self._parser.feed_data(data)
         except HttpParserError as error:
-            self._broken(response, error)
-            return
-        if self._parts:
-            self._give_body(response)
+            failure = error
+        if parts := self._parts:
+            self._idle_bytes = 0
+            if self._good and not parts[-1].startswith(b":"):
+                self._client.heard_s = self._since_s
+            if not response.draining:
+                response.chunks += parts
+            parts.clear()
         else:
             self._idle_bytes += len(data)
-        if response.complete:
+        if failure is not None:
+            self._broken(response, failure)
+        elif response.complete:
             self._end()
             response.changed()
         elif self._idle_bytes > HEAD_BYTES_MAX:
             self.close(HttpError(f"more than {HEAD_BYTES_MAX:,} bytes that are no body"))
         elif response.status:
             response.changed()
-
-    def _give_body(self, response: Response) -> None:
-        """Give what one read brought of the body."""
-        parts, self._idle_bytes = self._parts, 0
-        if self._good and not parts[-1].startswith(b":"):
-            self._client.heard_s = self._since_s
-        part = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        if response.add(part) and not self._paused:
-            assert self._transport is not None
-            self._paused = True
-            self._transport.pause_reading()
+            if response.chunks:
+                self._leave(response, len(data))
 
     def _broken(self, response: Response, error: HttpParserError) -> None:
-        """Close the connection, for no answer follows. Bytes behind a good answer do it no harm."""
-        if self._parts:
-            self._give_body(response)
+        """Close the connection, whose further bytes cannot be understood. A good answer before them is complete."""
         if response.complete:
             self._response = None
         self.close(HttpError(_reason(error)))
         if response.complete:
             response.changed()
+
+    def _leave(self, response: Response, nbytes: int) -> None:
+        """Count a read that the reader leaves where it is. If these are too many bytes, read nothing more."""
+        response.left += nbytes
+        if response.left > BUFFER_BYTES_MAX and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._parser = None  # the parser refers to this object
