@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterator
 
 from llmserve.doctor.finding import Finding
+from llmserve.engines.dialects import SLOTS_FIRST
 from llmserve.engines.engine import EngineError, Health
-from llmserve.engines.kinds import SLOTS_FIRST, Servers
+from llmserve.engines.kinds import Servers
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.errors import ConfigError
 from llmserve.server.serving import checked
@@ -72,11 +73,11 @@ def engine_findings(config: Config, probed: Probed) -> Iterator[Finding]:
             yield Finding("wrong", "engine_down", f"{_capital(str(health))}.", remedy)
         elif not health.models:
             yield Finding("wrong", "no_model", f"Engine {name} lists no model.", "Start it with a model.")
-        elif guessed and not health.load_known:
+        elif guessed and not health.load_known and health.told.slots is None:
             yield Finding(
                 "slow",
                 "slots_guessed",
-                f"Engine {name} has no metrics that llmserve can read: its slots are guessed to be {SLOTS_FIRST}.",
+                f"Engine {name} ({health.program}) does not tell its slots: they are guessed to be {SLOTS_FIRST}.",
                 "Give --slots: the number of requests that the engine runs at once (vLLM: --max-num-seqs).",
             )
 

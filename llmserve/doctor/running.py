@@ -69,13 +69,21 @@ def findings(scrape: Scrape, seconds: float) -> list[Finding]:
 # ---- engines ----
 
 
+def _named(scrape: Scrape, engine: str) -> str:
+    """The engine with the kind of its program, if it has said what it is."""
+    for labels, _ in scrape.rows("llmserve_engine_info"):
+        if labels.get("engine") == engine:
+            return f"{engine} ({labels.get('kind', '')} {labels.get('version', '')}".rstrip() + ")"
+    return engine
+
+
 def engines_down(scrape: Scrape) -> Iterator[Finding]:
     ready = scrape.by("llmserve_engine_ready", "engine")
     for engine in [engine for engine, is_ready in ready.items() if not is_ready]:
         yield Finding(
             "wrong",
             "engine_down",
-            f"Engine {engine} is down, or drained by its operator.",
+            f"Engine {_named(scrape, engine)} is down, or drained by its operator.",
             "Start it or resume it, or take it out of --engine. The log of llmserve says why its probes fail.",
         )
     if not ready:
@@ -90,7 +98,7 @@ def open_circuits(scrape: Scrape) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 "circuit_open",
-                f"Engine {engine} failed one request after another and gets none now, or one trial.",
+                f"Engine {_named(scrape, engine)} failed one request after another and gets none now, or one trial.",
                 "Look into the engine's own log. It gets requests again when a trial succeeds.",
             )
 
@@ -104,7 +112,7 @@ def faults(scrape: Scrape) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 "engine_fails",
-                f"Engine {engine} failed {failed:,.0f} of {count:,.0f} runs ({failed / count:.1%}).",
+                f"Engine {_named(scrape, engine)} failed {failed:,.0f} of {count:,.0f} runs ({failed / count:.1%}).",
                 "Look into the engine's own log; the log of llmserve names the requests.",
             )
 
@@ -117,22 +125,24 @@ def slots(scrape: Scrape) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 "slots_guessed",
-                f"The slots of engine {engine} are guessed to be {guess}, and its metrics cannot correct the guess.",
+                f"The slots of engine {_named(scrape, engine)} are guessed to be {guess}, and its metrics cannot "
+                "correct the guess.",
                 "Give --slots: the number of requests that the engine runs at once (vLLM: --max-num-seqs).",
             )
         elif not known:
             yield Finding(
                 "note",
                 "slots_growing",
-                f"Engine {engine} has had no more than {guess} requests at once: its slots are a guess, which grows "
-                "with the load.",
+                f"Engine {_named(scrape, engine)} has had no more than {guess} requests at once: its slots are a "
+                "guess, which grows with the load.",
                 "Nothing, or give --slots (vLLM: --max-num-seqs).",
             )
         elif not load_known.get(engine, 1.0):
             yield Finding(
                 "note",
                 "engine_without_metrics",
-                f"Engine {engine} has no metrics that llmserve can read: the size of its cache is not known.",
+                f"Engine {_named(scrape, engine)} has no metrics that llmserve can read: the size of its cache is not "
+                "known.",
                 "Nothing, unless requests are preempted in the engine: then lower --slots.",
             )
 

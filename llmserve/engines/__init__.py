@@ -1,6 +1,7 @@
 """Engines: every one is an OpenAI-compatible HTTP server somewhere.
 
 additions    : what the front-end adds to the bodies of requests, and which of it an engine takes
+dialects     : what each kind of engine says and takes: a table, and the readers of what engines tell
 engine       : the interface between the pool of engines and an engine: `ask`, `probe` and `close`
 group_server : the client of a gateway: another llmserve server, used as if it were an engine
 kinds        : the kinds of engines: the embedded engine, vLLM that llmserve starts, servers that run already
@@ -9,6 +10,7 @@ openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.c
 part         : the engines of a server: those that llmserve starts, and those that run already
 power        : the energy that this machine's GPUs draw, by NVML
 process      : an engine server as a child process: started, watched, restarted, and ended with llmserve
+probing      : probes of an engine: which program it is, whether it is healthy, which models it lists, what it runs
 vllm         : vLLM servers that llmserve starts, each with its own GPUs
-vllm_metrics : what vLLM's /metrics says: running and waiting requests, and the size of the KV cache
+vllm_metrics : learns an engine's slots from what it tells of its running and waiting requests
 """

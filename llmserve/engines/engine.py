@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from llmserve.engines.dialects import NOTHING_TOLD, UNKNOWN_PROGRAM, Program, Told
+from llmserve.http.connecting import HttpError
 from llmserve.request import Batch, Call, EngineInfo
 from llmserve.wire.error_objects import ErrorObject, Verdict
 
@@ -44,6 +46,21 @@ class EngineError(Exception):
         self.refused = refused
 
 
+def late_error(name: str, error: HttpError) -> EngineError:
+    """The error of an answer that takes longer than a setting allows."""
+    message = f"engine {name} has not answered in time: {error}, see --engine-{error.late}-s"
+    return EngineError(message, code="engine_timeout", late=True)
+
+
+def no_answer(name: str, error: HttpError) -> EngineError:
+    """Only a refused connection means unreachable; a timeout does not."""
+    if error.local:
+        return EngineError(f"this server has no socket left for engine {name}: {error}", local=True)
+    if error.late:
+        return late_error(name, error)
+    return EngineError(f"engine {name} does not answer: {error}", unreachable=error.refused)
+
+
 class Endpoints:
     """The paths of an engine's endpoints.
 
@@ -63,10 +80,19 @@ class Endpoints:
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model in an engine's list; context_tokens is vLLM's max_model_len, or None if the engine omits it."""
+    """A model in an engine's list.
+
+    context_tokens  longer requests are refused by the engine; None: not told
+    created         Unix time, as the engine says; 0: not told.  owned_by : likewise; "": not told
+    """
 
     id: str
     context_tokens: int | None = None
+    created: int = 0
+    owned_by: str = ""
+
+    def in_context(self, context_tokens: int | None) -> ServedModel:
+        return msgspec.structs.replace(self, context_tokens=context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,9 @@ class Health:
     tokens_max   capacity of the engine's KV cache in tokens; None if unknown
     slots_found  the engine has no more slots than `slots`, according to the probes so far
     paths        of the engine's endpoints; None: not listed
-    load_known   the engine's own metrics say how many requests run and wait in it
+    load_known   the engine says how many requests run and wait in it
+    told         all that the engine says of itself
+    program      which program the engine is
     """
 
     models: tuple[ServedModel, ...]
@@ -86,6 +114,8 @@ class Health:
     slots_found: bool = True
     paths: frozenset[str] | None = None
     load_known: bool = True
+    told: Told = NOTHING_TOLD
+    program: Program = UNKNOWN_PROGRAM
 
 
 class Passed(msgspec.Struct, frozen=True):

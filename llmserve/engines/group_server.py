@@ -80,7 +80,3 @@ class GroupServer(OpenAIEngine):
         if not health.models:
             raise EngineError(f"group {self.info.name} has no engine yet")
         return health
-
-    async def _load(self) -> None:
-        """A group's metrics say nothing about slots."""
-        return

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 from llmserve import demo as embedded
 from llmserve.engines import group_server
 from llmserve.engines import vllm as vllm_process
+from llmserve.engines.dialects import HEALTH_PATH, LLMSERVE, SLOTS_FIRST
 from llmserve.engines.group_server import GroupServer
-from llmserve.engines.openai import HEALTH_PATH, OpenAIEngine, Timeouts
+from llmserve.engines.openai import OpenAIEngine, Timeouts
 from llmserve.engines.process import EngineProcess
 from llmserve.errors import ConfigError
 from llmserve.request import EngineInfo
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-SLOTS_FIRST = 8  # first guess of an engine's slots, without a setting
 LOOK_AHEAD, LOOK_AHEAD_BY_PRIORITY = 2, 8
 """Requests beyond an engine's slots. An engine that goes by priority may hold more, for it keeps their order."""
 
@@ -75,6 +75,7 @@ class EngineKind:
             api_key=process.api_key if process is not None else settings.engine_api_key,
             restart=process.restart if process is not None else None,
             learns_slots=learns_slots,
+            dialect=LLMSERVE if settings.engines_are_groups else None,
         )
 
     def _info(self, name: str, slots: int | None, worker: str = "", *, by_priority: bool) -> EngineInfo:

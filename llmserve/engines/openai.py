@@ -14,34 +14,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-
 from llmserve.engines.additions import PRIORITY, USAGE, Additions, Asking, with_priority
-from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, ServedModel
-from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
+from llmserve.engines.dialects import HEALTH_PATH, Dialect
+from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, late_error, no_answer
+from llmserve.engines.probing import HEADERS_KEPT, Gets, Prober
+from llmserve.engines.vllm_metrics import SlotsLearner
 from llmserve.http.client import HttpClient, Response
-from llmserve.http.connecting import HttpError, printable
+from llmserve.http.connecting import HttpError
 from llmserve.request import Batch, Call, EngineInfo
 from llmserve.wire import error_objects
 from llmserve.wire.error_objects import KEY_STATUSES, ErrorObject, Verdict
-from llmserve.wire.event_stream import Count
-from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER, KEPT_HEADERS, PASSED_HEADERS
-from llmserve.wire.lenient_json import SCANNED_BYTES_MAX, read
+from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER, KEPT_HEADERS, PASSED_HEADERS, is_packed
 
 log = logging.getLogger("llmserve")
 
 ANSWERS = range(200, 204)  # statuses that come with an answer, whatever is wrong with its headers
-ERROR_BYTES_MAX = 1 << 20  # of an error's body, and of a probe's
-LIST_BYTES_MAX = 8 << 20  # of a list of models, and of the description of a server's endpoints
-MODEL_ID_CHARS_MAX = 256
-PATHS_TRIES_MAX = 3  # to read the description of a server's endpoints
-PACKINGS = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress", b"dcb", b"dcz"))
-NOT_SERVED_SHOWN = 5  # names in a line of the log
-SHOWN_BYTES = 60  # of an answer that is none
-HEALTH_PATH = "/health"  # of vLLM, SGLang, llama.cpp, TGI, llmserve; Ollama and LM Studio have none
-METRICS_PATH = "/metrics"
-ALIVE_PATH = "/health/liveliness"  # of LiteLLM, whose /health has every model generate an answer
-MOMENTARY = (408, 429)  # statuses that say nothing about the next request
+ERROR_BYTES_MAX = 1 << 20  # of an error's body
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +40,6 @@ class Timeouts:
     idle_s: float = 600.0
     answer_s: float = 3600.0
     probe_s: float = 5.0
-
-
-class _Model(msgspec.Struct):
-    """An entry of a list of models. Ollama's own lists have names instead of ids."""
-
-    id: str | None = None
-    name: str | None = None
-    max_model_len: Count | None = None
-
-
-class _ModelList(msgspec.Struct):
-    """As OpenAI's; some servers have `models` instead. Entries may be bare names."""
-
-    data: list[_Model | str] | None = None
-    models: list[_Model | str] | None = None
-
-
-class _OpenApi(msgspec.Struct):
-    paths: dict[str, msgspec.Raw]
 
 
 class HttpAnswer:
@@ -117,7 +86,7 @@ class HttpAnswer:
             raise auth_error(self._engine.info.name, status)
         if 300 <= status < 400 or status in (204, 205):
             raise self._unusable(f"the status {status}")
-        if _is_packed(response):
+        if is_packed(response.headers):
             raise self._unusable("a content-encoding that was not asked for")
         self.content_type = self._header(b"content-type") or "application/json"
         self.retry_after = self._header(b"retry-after")
@@ -175,38 +144,13 @@ class HttpAnswer:
         return EngineError(f"engine {name} broke off its answer: {error}")
 
 
-def _is_packed(response: Response) -> bool:
-    """Whether the body is packed. What servers send to keep proxies from packing, such as `none`, is no packing."""
-    told = response.headers.get(b"content-encoding")
-    return told is not None and not PACKINGS.isdisjoint([coding.strip() for coding in told.lower().split(b",")])
-
-
 def _is_plain(value: bytes) -> bool:
     return value.isascii() and value.decode("ascii").isprintable()
-
-
-def models_of(body: bytes) -> list[ServedModel] | None:
-    """The models of a list, without entries that name none; None: the body is no list."""
-    if body.lstrip().startswith(b"["):
-        body = b'{"data":%b}' % body
-    listed = read(_ModelList, body, LIST_BYTES_MAX)
-    entries = None if listed is None else listed.data if listed.data is not None else listed.models
-    if entries is None:
-        return None
-    models = [_Model(entry) if isinstance(entry, str) else entry for entry in entries]
-    named = [(model.id if model.id is not None else model.name, model.max_model_len) for model in models]
-    return [ServedModel(id_, context_tokens or None) for id_, context_tokens in named if id_ is not None]
 
 
 def auth_error(name: str, status: int) -> EngineError:
     message = f"engine {name} refuses this server's key with {status}: see --engine-api-key"
     return EngineError(message, code="engine_auth", refused=True)
-
-
-def late_error(name: str, error: HttpError) -> EngineError:
-    """The error of an answer that takes longer than a setting allows."""
-    message = f"engine {name} has not answered in time: {error}, see --engine-{error.late}-s"
-    return EngineError(message, code="engine_timeout", late=True)
 
 
 Kind = TypeVar("Kind", bound=HttpAnswer)
@@ -216,8 +160,9 @@ class OpenAIEngine:
     """An engine at `url` (scheme, host, port and optional path prefix; a trailing /v1 is removed).
 
     api_key is sent as a bearer token; the client's key is never sent to the engine. learns_slots: `info.slots` is a
-    first guess, which the engine's metrics correct. probe_path: where the engine says whether it is healthy.
-    answer_bytes_max: of a whole answer. A stream is passed on as it comes, and has no limit but time.
+    first guess. probe_path: where the engine says whether it is healthy; by default where its dialect has it. dialect:
+    of the engine; None: to be recognised. answer_bytes_max: of a whole answer. A stream is passed on as it comes, and
+    has no limit but time.
     """
 
     def __init__(
@@ -231,6 +176,7 @@ class OpenAIEngine:
         restart: Callable[[], Awaitable[None]] | None = None,
         probe_path: str = HEALTH_PATH,
         answer_bytes_max: int = 64 << 20,
+        dialect: Dialect | None = None,
     ) -> None:
         self.answer_bytes_max = answer_bytes_max
         self.info = info
@@ -238,16 +184,10 @@ class OpenAIEngine:
         self.restart = restart
         self.slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
         self._additions = Additions()
-        self._probe_path = probe_path
-        self._lacking: set[str] = set()  # paths of probes that the engine does not have, or does not show
-        self._health: Health | None = None  # of the last probe, unless that failed
-        self._probes_late = False  # the last probe got no answer
-        self._tokens_max: int | None = None
-        self._timeouts = timeouts or Timeouts()
         self._headers = {"content-type": "application/json", "user-agent": "llmserve"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        times = self._timeouts
+        times = timeouts or Timeouts()
         self._client = HttpClient(
             self.url,
             connect_s=times.connect_s,
@@ -255,22 +195,27 @@ class OpenAIEngine:
             answer_s=times.answer_s,
             headers_kept=KEPT_HEADERS,
         )
-        probe_s = times.probe_s
         # The first requests of all need no look at the server's name, which would shuffle them: a probe had that.
-        self._probes = HttpClient(
+        probes = HttpClient(
             self.url,
             connect_s=times.connect_s,
-            idle_s=probe_s,
-            answer_s=probe_s,
+            idle_s=times.probe_s,
+            answer_s=times.probe_s,
             beside=self._client,
-            headers_kept=KEPT_HEADERS,
+            headers_kept=HEADERS_KEPT,
         )
+        self._prober = Prober(
+            info.name,
+            Gets(info.name, probes, self._headers, times.probe_s),
+            path=probe_path,
+            slots=self.slots,
+            by_priority=info.by_priority,
+            dialect=dialect,
+        )
+        self._health: Health | None = None  # of the last probe, unless that failed
+        self._probes_late = False  # the last probe got no answer
         self._openings: dict[str, bytes] = {}
-        self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
-        self._paths: frozenset[str] | None = None
-        self._paths_tries = 0  # that brought none
-        self._paths_of: tuple[ServedModel, ...] | None = None  # models whose endpoints are `_paths`; None: not read
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
         opening = self._opening(call)
@@ -282,6 +227,8 @@ class OpenAIEngine:
             turn = None
         elif turn is None and call.priority:  # the client's `priority` is for the scheduler (tenants/shares.py)
             turn = 0.0
+        if turn is not None:
+            turn = turn * sign if (sign := self._prober.sign) else None
         return self._asked(HttpAnswer, opening + further.encode("latin-1"), call, turn, on_change)
 
     def _asked(
@@ -328,17 +275,19 @@ class OpenAIEngine:
         self._key_refused = refused
 
     async def probe(self) -> Health:
-        """GET /v1/models, then the path of the probe unless the engine lacks it, then vLLM's figures in GET /metrics.
+        """Ask the engine which program it is, whether it is healthy, which models it lists, and how much it runs.
 
         An engine that gives no answer to a probe, but has gone on with answers meanwhile, is as it was.
         """
         began_s = asyncio.get_running_loop().time()
         try:
-            self._health = await self._probed()
+            self._health = await self._prober.probe()
         except HttpError as error:
             health = self._health
             if health is None or error.refused or error.local or self._client.heard_s < began_s:
-                self._forget()
+                self._health = None
+                self._prober.forget()
+                self._additions.forget()
                 raise self.no_answer(error) from error
             level, self._probes_late = logging.DEBUG if self._probes_late else logging.WARNING, True
             log.log(level, "engine %s goes on with its answers, but not with probes: %s", self.info.name, error)
@@ -349,138 +298,14 @@ class OpenAIEngine:
         self._probes_late = False
         return self._health
 
-    def _forget(self) -> None:
-        """Forget what is known of the program behind the URL: another one may answer next."""
-        self._health = self._paths_of = None
-        self._lacking.clear()
-        self._additions.forget()
-
-    async def _probed(self) -> Health:
-        """Raises EngineError when the engine is not healthy, and HttpError when it gives no answer."""
-        name = self.info.name
-        status, body = await self._get("/v1/models", LIST_BYTES_MAX)
-        if status != 200:
-            code = "engine_auth" if status in (401, 403) else None
-            raise EngineError(f"engine {name}: /v1/models answers {status}", code=code)
-        # In a thread, since a long list that is no proper JSON takes long.
-        large = len(body) > SCANNED_BYTES_MAX
-        models = await asyncio.to_thread(models_of, body) if large else models_of(body)
-        if models is None:
-            begin = printable(body[:SHOWN_BYTES].decode(errors="replace"))
-            raise EngineError(f"engine {name}: /v1/models is not a list of models, but begins with {begin!r}")
-        served = self._served(models)
-        if served == self._paths_of or await self._read_paths(served):
-            await self._check_health()
-        if (load := await self._load()) is not None:
-            self._tokens_max = load.tokens_max
-            if self.slots is not None:
-                self.slots.observe(load)
-        known = load is not None
-        if self.slots is None:
-            return Health(served, None, self._tokens_max, paths=self._paths, load_known=known)
-        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached, self._paths, known)
-
-    async def _check_health(self) -> None:
-        """Raise EngineError if the engine says that it is not healthy.
-
-        A path that the engine lacks or does not show says nothing; then the list of models is enough.
-        """
-        path = self._probe_path
-        if path == HEALTH_PATH and self._paths is not None and ALIVE_PATH in self._paths:
-            path = ALIVE_PATH
-        if path in self._lacking or path == "/v1/models":
-            return
-        status, _ = await self._get(path)
-        if status // 100 == 2 or self._lacks(path, status):
-            return
-        raise EngineError(f"engine {self.info.name} is not healthy: {path} answers {status}")
-
-    def _lacks(self, path: str, status: int) -> bool:
-        """Whether a status means that the engine says nothing at a path. Such a path is asked for no more."""
-        if not (300 <= status < 500 or status == 501):
-            return False
-        if status not in MOMENTARY:
-            self._lacking.add(path)
-            level = logging.DEBUG if status in (404, 405) and path != self._probe_path else logging.INFO
-            log.log(level, "engine %s: %s answers %d, and is asked for no more", self.info.name, path, status)
-        return True
-
-    async def _read_paths(self, served: tuple[ServedModel, ...]) -> bool:
-        """Read the paths of the server's endpoints from its OpenAPI description. False: it is still to come.
-
-        A server may take long to make its first description. Until then it is not asked about its health, which only
-        the description tells to be costly.
-        """
-        self._paths = None
-        try:
-            status, body = await self._get("/openapi.json", LIST_BYTES_MAX)
-            if status == 200:
-                self._paths = frozenset(msgspec.json.decode(body, type=_OpenApi).paths)
-        except HttpError:
-            self._paths_tries += 1
-            if self._paths_tries < PATHS_TRIES_MAX:
-                return False
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
-        self._paths_of, self._paths_tries = served, 0
-        return True
-
-    async def _get(self, path: str, bytes_max: int = ERROR_BYTES_MAX) -> tuple[int, bytes]:
-        """Status and body; b"" for another status than 200. Raises HttpError, also when the time of a probe is over.
-
-        Each probe opens a new connection: a server that accepts no new connections may still answer on an old one.
-        """
-        opening = self._probes.opening("GET", path, {**self._headers, "connection": "close"})
-        probe_s = self._timeouts.probe_s
-        try:
-            async with asyncio.timeout(probe_s):
-                response = await self._probes.request(opening, fresh=True)
-                try:
-                    if _is_packed(response):
-                        raise HttpError(f"{path} has a content-encoding that was not asked for")
-                    return response.status, await response.read(bytes_max) if response.status == 200 else b""
-                finally:
-                    response.close()
-        except TimeoutError:
-            raise HttpError(f"{path} did not come within {probe_s:g} s, see --probe-s") from None
-
-    def _served(self, models: list[ServedModel]) -> tuple[ServedModel, ...]:
-        """The models whose ids may stand in a line of the log; the others are named there, once."""
-        served, not_served = [], []
-        for model in models:
-            if 0 < len(model.id) <= MODEL_ID_CHARS_MAX and model.id.isprintable():
-                served.append(model)
-            else:
-                not_served.append(model.id[: MODEL_ID_CHARS_MAX + 1])
-        if not_served and not_served != self._not_served:
-            shown = ", ".join([repr(id_) for id_ in not_served[:NOT_SERVED_SHOWN]])
-            text = "engine %s: %d models are not served, whose ids are not printable or longer than %d characters: %s"
-            log.warning(text, self.info.name, len(not_served), MODEL_ID_CHARS_MAX, shown)
-        self._not_served = not_served
-        return tuple(served)
-
-    async def _load(self) -> Load | None:
-        """Read vLLM's metrics; None if missing or unreadable, which does not make the engine unhealthy."""
-        if METRICS_PATH in self._lacking:
-            return None
-        try:
-            status, body = await self._get(METRICS_PATH)
-        except HttpError:
-            return None
-        self._lacks(METRICS_PATH, status)
-        return read_load(body.decode(errors="replace")) if status == 200 else None
-
     def no_answer(self, error: HttpError) -> EngineError:
-        """Only a refused connection means unreachable; a timeout does not."""
-        if error.local:
-            return EngineError(f"this server has no socket left for engine {self.info.name}: {error}", local=True)
-        if error.late:
-            return late_error(self.info.name, error)
-        return EngineError(f"engine {self.info.name} does not answer: {error}", unreachable=error.refused)
+        if error.refused:
+            self._prober.look_again()
+        return no_answer(self.info.name, error)
 
     async def close(self) -> None:
         await self._client.close()
-        await self._probes.close()
+        await self._prober.close()
 
 
 def idle_s_of(call: Call) -> float | None:

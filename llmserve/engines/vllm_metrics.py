@@ -1,65 +1,15 @@
-"""Reads vLLM's /metrics for a scheduler: running and waiting requests, and the KV cache's capacity in tokens."""
+"""Learns an engine's number of slots from what it tells of its running and waiting requests."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
-RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.M)
-WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.M)
-CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} \S+$", re.M)
-CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d{1,15})"')
-BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d{1,15})"')  # older versions have blocks instead of tokens
-BLOCK_SIZE = re.compile(r'\bblock_size="(\d{1,15})"')
+from llmserve.engines.dialects import Told
 
-COUNT_MAX = 1 << 31  # of requests
-TOKENS_MAX = 1 << 40
 SLOTS_MAX = 1 << 16  # no engine has as many: an engine that always claims to be full must not grow without end
 
 FIRST_GROWTH = 2.0  # growth factor of the number of slots, when all slots are in use and no request waits
 GROWTH = 1.25  # the same factor after requests have waited inside the engine once
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One reading of an engine's metrics. tokens_max: KV cache capacity in tokens; None if not reported."""
-
-    running: int
-    waiting: int
-    tokens_max: int | None
-
-
-def read_load(text: str) -> Load | None:
-    """Parse the text of /metrics, with sums over the engine's data-parallel ranks.
-
-    None if not from vLLM, or if a count is no number of requests. A cache of no size, or of an absurd one, is unknown.
-    """
-    if RUNNING.search(text) is None:
-        return None
-    running, waiting = _sum(RUNNING, text), _sum(WAITING, text)
-    if running is None or waiting is None:
-        return None
-    tokens = sum(_cache_tokens(labels) for labels in CACHE.findall(text))
-    return Load(running, waiting, tokens if 0 < tokens <= TOKENS_MAX else None)
-
-
-def _cache_tokens(labels: str) -> int:
-    """Return the cache capacity in tokens; 0 if the labels have none."""
-    tokens, blocks, size = (pattern.search(labels) for pattern in (CACHE_TOKENS, BLOCKS, BLOCK_SIZE))
-    if tokens is not None:
-        return int(tokens[1])
-    return int(blocks[1]) * int(size[1]) if blocks is not None and size is not None else 0
-
-
-def _sum(pattern: re.Pattern[str], text: str) -> int | None:
-    """The sum of the counts; None if it is none: negative, not finite, absurd, or no number at all."""
-    try:
-        counts = [float(count) for count in pattern.findall(text)]
-    except ValueError:
-        return None
-    total = sum(counts)
-    return int(total) if total <= COUNT_MAX and min(counts, default=0.0) >= 0 else None  # NaN is not <= anything
 
 
 class SlotsLearner:
@@ -77,17 +27,23 @@ class SlotsLearner:
         self.slots = slots
         self.limit_reached = False
         self._look_ahead = look_ahead
-        self._before: Load | None = None
+        self._before: tuple[int, int] | None = None  # running and waiting
 
-    def observe(self, load: Load) -> int:
+    def observe(self, told: Told) -> int:
         """Add a reading. Returns the number of slots to use from now on."""
-        before, self._before = self._before, load
-        if before is not None and min(before.waiting, load.waiting) > self._look_ahead:
-            self.slots, self.limit_reached = max(1, before.running, load.running), True
-        elif load.waiting == 0 and load.running >= self.slots:
-            self.slots = int(self.slots * (GROWTH if self.limit_reached else FIRST_GROWTH)) + 1
+        if told.slots is not None:
+            self.slots, self.limit_reached = max(1, told.slots), True
+        elif told.running is not None and told.waiting is not None:
+            self._observe(told.running, told.waiting)
         self.slots = min(self.slots, SLOTS_MAX)
         return self.slots
+
+    def _observe(self, running: int, waiting: int) -> None:
+        before, self._before = self._before, (running, waiting)
+        if before is not None and min(before[1], waiting) > self._look_ahead:
+            self.slots, self.limit_reached = max(1, before[0], running), True
+        elif waiting == 0 and running >= self.slots:
+            self.slots = int(self.slots * (GROWTH if self.limit_reached else FIRST_GROWTH)) + 1
 
     def state(self) -> dict[str, Any]:
         return {"slots": self.slots, "limit_reached": self.limit_reached}

@@ -330,6 +330,7 @@ class Fleet:
         came_up = not handle.up
         if came_up and not after(handle.state, event).up:
             return False
+        program = handle.probed.program
         handle.answer(health)
         if came_up or models != handle.models:
             self._known_models.change(handle.models, models)
@@ -339,6 +340,8 @@ class Fleet:
         if came_up or health.paths != handle.endpoints.told:
             handle.endpoints = Endpoints(health.paths)
         before, handle.info = handle.info, self._info(handle, health, came_up=came_up)
+        if handle.models and (came_up or health.program != program):
+            _log_program(handle, health)
         was_ready = handle.ready
         self._step(handle, event)
         if was_ready and handle.ready and handle.info != before:
@@ -419,10 +422,20 @@ def _log_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:
     if not handle.models:
         listed = _shortened([model.id for model in health.models]) or "no model at all"
         log.error("engine %s lists no model to be served, but %s: it gets no requests", handle.name, listed)
-    elif came_up:
-        log.info("engine %s is ready: %s", handle.name, names)
-    else:
+    elif not came_up:
         log.info("engine %s serves other models now: %s", handle.name, names)
+
+
+def _log_program(handle: EngineHandle, health: Health) -> None:
+    """What was found behind an engine's URL, in one line."""
+    models, slots = _count(len(handle.models), "model"), _count(handle.info.slots, "slot")
+    learning = "" if health.slots_found else " (learning)"
+    names = _shortened(list(handle.models))
+    log.info("engine %s: %s, %s, %s%s: %s", handle.name, health.program, models, slots, learning, names)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _shortened(names: list[str]) -> str:

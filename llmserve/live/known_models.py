@@ -6,7 +6,7 @@ the other engines and models: an engine may list thousands of adapters, and a fl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from llmserve.engines.engine import ServedModel
 
@@ -17,12 +17,12 @@ Listed = Mapping[str, ServedModel]
 class KnownModels:
     """The models that engines list.
 
-    by_id : in the order in which models became known; of several context sizes the smallest
+    by_id : in the order in which models became known; of several context sizes the smallest, of other facts the first
     """
 
     def __init__(self) -> None:
         self.by_id: dict[str, ServedModel] = {}
-        self._engines: dict[str, dict[int | None, int]] = {}  # number of engines by model id and context size
+        self._engines: dict[str, dict[ServedModel, int]] = {}  # number of engines that list a model like this, by id
 
     def engines_of(self, model: str) -> int:
         """Number of engines that list the model."""
@@ -39,20 +39,24 @@ class KnownModels:
 
     def _add(self, model: ServedModel) -> None:
         engines = self._engines.setdefault(model.id, {})
-        engines[model.context_tokens] = engines.get(model.context_tokens, 0) + 1
-        self.by_id[model.id] = model if len(engines) == 1 else _smallest(model.id, engines)
+        engines[model] = engines.get(model, 0) + 1
+        self.by_id[model.id] = _smallest(engines)
 
     def _remove(self, model: ServedModel) -> None:
         engines = self._engines[model.id]
-        engines[model.context_tokens] -= 1
-        if engines[model.context_tokens]:
+        engines[model] -= 1
+        if engines[model]:
             return
-        del engines[model.context_tokens]
+        del engines[model]
         if engines:
-            self.by_id[model.id] = _smallest(model.id, engines)
+            self.by_id[model.id] = _smallest(engines)
         else:
             del self._engines[model.id], self.by_id[model.id]
 
 
-def _smallest(id_: str, contexts_tokens: Iterable[int | None]) -> ServedModel:
-    return ServedModel(id_, min([tokens for tokens in contexts_tokens if tokens is not None], default=None))
+def _smallest(models: Collection[ServedModel]) -> ServedModel:
+    first = next(iter(models))
+    if len(models) == 1:
+        return first
+    contexts = [model.context_tokens for model in models if model.context_tokens is not None]
+    return first.in_context(min(contexts, default=None))

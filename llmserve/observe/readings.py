@@ -87,6 +87,12 @@ class SchedulerReading:
         handles = sorted(self._cluster.fleet.handles.items())
         return [((name,), value(handle)) for name, handle in handles if handle.state.seen]
 
+    def programs(self) -> Rows:
+        """Which program each of these engines is."""
+        handles = sorted(self._cluster.fleet.handles.items())
+        programs = [(name, handle.probed.program) for name, handle in handles if handle.state.seen]
+        return [((name, program.dialect.name, program.version), 1) for name, program in programs]
+
     def paces(self) -> Rows:
         return [
             ((name, model), pace.value)

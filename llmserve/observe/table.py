@@ -176,6 +176,12 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         "engine",
     ),
     _read(
+        "engine_info",
+        "1, with the kind of the engine and its version, as far as the engine tells them",
+        SchedulerReading.programs,
+        *("engine", "kind", "version"),
+    ),
+    _read(
         "engine_slots_known",
         "0 while the engine's number of slots is a guess",
         lambda now: now.of_probed(lambda e: e.probed.slots_found),
@@ -183,7 +189,7 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
     ),
     _read(
         "engine_load_known",
-        "1 when the engine's own metrics (vLLM's) say how many requests run and wait in it",
+        "1 when the engine says how many requests run and wait in it",
         lambda now: now.of_probed(lambda e: e.probed.load_known),
         "engine",
     ),

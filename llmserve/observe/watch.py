@@ -29,9 +29,10 @@ LATENCIES_MAX = 4_096  # of a second, for its quantiles
 
 
 class EngineSeen(msgspec.Struct, frozen=True):
-    """An engine of a snapshot. circuit : whether the circuit breaker is closed"""
+    """An engine of a snapshot. kind : "" before it was up.  circuit : whether the circuit breaker is closed"""
 
     name: str
+    kind: str
     state: str
     circuit: bool
     running: int
@@ -213,9 +214,9 @@ class Watch:
     def _engine(self, handle: EngineHandle) -> EngineSeen:
         state = self._cluster.scheduler.engines.get(handle.name)
         closed = state is None or state.circuit.closed
-        return EngineSeen(
-            handle.name, handle.word, closed, len(handle.running), handle.info.slots, list(handle.models)[:10]
-        )
+        kind = str(handle.probed.program) if handle.state.seen else ""
+        models = list(handle.models)[:10]
+        return EngineSeen(handle.name, kind, handle.word, closed, len(handle.running), handle.info.slots, models)
 
     def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:
         """Who waits, by model and by share, the most first."""

@@ -52,7 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="URL engines start waiting requests by the field `priority` (vLLM with --scheduling-policy "
-            "priority): each request carries its place in the order, so that the engine keeps the order. "
+            "priority, SGLang with --enable-priority-scheduling): each request carries its place in the order, so that "
+            "the engine keeps the order. An engine that says it has no priority gets no requests. "
             "vLLM servers that llmserve starts do this unless their arguments say otherwise"
         ),
     ] = False

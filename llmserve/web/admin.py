@@ -103,6 +103,7 @@ class AdminEndpoints:
         drained_s = self._cluster.estimator.drained_s(handle.running.values())
         return {
             "name": handle.name,
+            "kind": str(handle.probed.program) if handle.state.seen else None,
             "state": handle.word,
             "running": len(handle.running),
             "drains_in_s": round(drained_s, 1),

@@ -14,6 +14,8 @@ from llmserve.gateway.answers import json_response
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard
 
+SERVER = {"server": "llmserve"}  # so that another llmserve in front knows what it has before it
+
 
 class ModelEndpoints:
     """Lists the models of all engines, up or down, and the other names of models."""
@@ -29,7 +31,7 @@ class ModelEndpoints:
         models = [self._described(name) for name in sorted(self._cluster.models)]
         aliases = self._aliases.of(self._cluster.models)
         models += [{**self._described(model), "id": name, "root": model} for name, model in sorted(aliases.items())]
-        return json_response({"object": "list", "data": models})
+        return json_response({"object": "list", "data": models}, headers=SERVER)
 
     async def model(self, request: Request) -> Response:
         """One model, by its name or another name."""
@@ -42,6 +44,7 @@ class ModelEndpoints:
         return json_response({**self._described(aliases[name]), "id": name, "root": aliases[name]})
 
     def _described(self, name: str) -> dict[str, Any]:
-        model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "llmserve"}
-        context_tokens = self._cluster.models[name].context_tokens
-        return {**model, "max_model_len": context_tokens} if context_tokens else model
+        known = self._cluster.models[name]
+        model: dict[str, Any] = {"id": name, "object": "model", "created": known.created}
+        model["owned_by"] = known.owned_by or "llmserve"
+        return {**model, "max_model_len": known.context_tokens} if known.context_tokens else model

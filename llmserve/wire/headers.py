@@ -1,5 +1,7 @@
 """HTTP headers of llmserve. Requests may carry these, from a client or from another front-end."""
 
+from collections.abc import Mapping
+
 SLO_HEADER = "x-llmserve-slo-ms"  # deadline, milliseconds after the arrival
 STREAM_HEADER = "x-llmserve-stream"  # name of the stream, after the client's key and a slash; default: the key
 STREAM_CHARS_MAX = 64
@@ -28,3 +30,10 @@ KEPT_HEADERS = PASSED_HEADERS.union(  # the few that are read of an engine's ans
 )
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """Of every event stream, unless the engine says otherwise: without them nginx keeps a stream until its end."""
+PACKINGS = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress", b"dcb", b"dcz"))
+
+
+def is_packed(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a body is packed. What servers send to keep proxies from packing, such as `none`, is no packing."""
+    told = headers.get(b"content-encoding")
+    return told is not None and not PACKINGS.isdisjoint([coding.strip() for coding in told.lower().split(b",")])

@@ -30,6 +30,7 @@ _MEMBER = re.compile(rb"[\[\]{}:,]|" + _STRING + rb'|"', re.S)  # the last: of a
 _NESTED = re.compile(rb"(?:" + _PLAIN + rb"|" + _LOW + rb")*+([\[\]{}])", re.S)
 _NUMBER = re.compile(rb'[ \t\r\n]*+("?+)[ \t]*+(\d{1,400}(?:\.\d{0,400})?(?:[eE]\+?\d{1,3})?)[ \t]*+\1[ \t\r\n]*+')
 _ABSENT: Any = object()
+BOOLS = {b"true": True, b"false": False}
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 Reading = Callable[[bytes], Any]
@@ -40,7 +41,7 @@ Finding = Callable[[bytes, dict[str, Reading]], dict[str, Any] | None]
 def read(kind: type[Struct], data: bytes, scanned_bytes_max: int = SCANNED_BYTES_MAX) -> Struct | None:
     """The object in `data`, with the members that make sense; None: it is none, breaks off, or lacks a required member.
 
-    kind : a struct of int, str, Raw, other structs, lists of them, and None. An int is a count from 0 to 2^31 - 1.
+    kind : a struct of bool, int, str, Raw, other structs, lists of them, and None. An int is a count up to 2^31 - 1.
     Raises nothing.
     """
     try:
@@ -170,6 +171,8 @@ def _reading(kind: inspect.Type) -> Reading:
         return lambda raw: _first(readings, raw)
     if isinstance(kind, inspect.NoneType):
         return lambda raw: None if raw == b"null" else _ABSENT
+    if isinstance(kind, inspect.BoolType):
+        return lambda raw: BOOLS.get(raw, _ABSENT)
     if isinstance(kind, inspect.IntType):
         return _or_absent(count_of)
     if isinstance(kind, inspect.StrType):

@@ -184,7 +184,7 @@ class FakeEngine:
         return web.Response()
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
-        common = {"object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": self._context_tokens}
+        common = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._context_tokens}
         return web.json_response({"object": "list", "data": [{"id": model, **common} for model in self._paces]})
 
     async def _list_endpoints(self, request: web.BaseRequest) -> web.Response:

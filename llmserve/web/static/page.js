@@ -158,7 +158,7 @@ function tables(now) {
     const condition = element("td", engine.circuit ? engine.state : `${engine.state}, fails requests`);
     if (engine.state !== "ready" || !engine.circuit) condition.className = "bad";
     const more = engine.models.length === 10 ? " …" : "";
-    return element("tr", element("td", engine.name), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", engine.models.join(", ") + more));
+    return element("tr", element("td", engine.name), element("td", engine.kind), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", engine.models.join(", ") + more));
   });
   if (now.engines_in_all > now.engines.length) rows.push(element("tr", element("td", `… and ${now.engines_in_all - now.engines.length} more`)));
   $("engines").tBodies[0].replaceChildren(...rows);

@@ -1,4 +1,5 @@
-"""Lists in the documents that follow from the code: the rooms, the modules, the levels of scheduling, the endpoints.
+"""Lists in the documents that follow from the code: the rooms, the modules, the levels of scheduling, the endpoints,
+the dialects of engines.
 
 A page marks the place of a list: everything between `<!-- NAME: ... -->` and `<!-- end of NAME -->` is written anew.
 """
@@ -9,13 +10,14 @@ import ast
 import re
 import runpy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kit import ROOT
 
+from llmserve.engines.dialects import DIALECTS, UNKNOWN, Dialect
 from llmserve.gateway.endpoints import BATCH_PATHS, ENDPOINTS, Answers, Endpoint, FormFile
 
 MADE = "<!-- {name}: made by scripts/lab/make/reference_pages.py from the code -->"
@@ -111,10 +113,33 @@ def batch_paths() -> str:
     return ", ".join([f"`{path}`" for path in BATCH_PATHS])
 
 
+def dialect_rows() -> str:
+    heads = ("kind", "as of", "recognised by", "settings", "load", "health", "requests at first", "priority", "loads")
+    return table(heads, [_dialect(dialect) for dialect in (*DIALECTS, UNKNOWN)])
+
+
+def _dialect(dialect: Dialect) -> tuple[str, ...]:
+    signs = [f"models of `{dialect.owner}`"] if dialect.owner else []
+    signs += [dialect.recognises.__doc__ or ""] if dialect.recognises is not None else []
+    return (
+        *(dialect.name, dialect.source, "; ".join(signs) + ", if it tells its settings" * dialect.confirmed),
+        *(_paths(path for path, _ in readers) for readers in (dialect.settings, dialect.load)),
+        _paths([dialect.health] if dialect.health else []),
+        str(dialect.slots_first),
+        "as it is set up" if dialect.priority is None else dialect.priority.value,
+        "yes" if dialect.swaps_models else "",
+    )
+
+
+def _paths(paths: Iterable[str]) -> str:
+    return ", ".join([f"`{path}`" for path in dict.fromkeys(paths)])
+
+
 LISTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {  # by page
     "docs/design.md": (("rooms", room_rows), ("levels", level_rows)),
     "docs/guide/endpoints.md": (("endpoints", endpoint_rows),),
     "docs/guide/batch-jobs.md": (("endpoints of batches", batch_paths),),
+    "docs/reference/engines.md": (("dialects", dialect_rows),),
 }
 
 
