@@ -40,6 +40,7 @@ PATHS_TRIES_MAX = 3  # to read the description of a server's endpoints
 NOT_SERVED_SHOWN = 5  # names in a line of the log
 SHOWN_BYTES = 60  # of an answer that is none
 SETTINGS_S = 30.0  # an engine may have been restarted with other settings between two probes
+ABSENT = (404, 405, 501)  # statuses of a path that the program does not have
 MOMENTARY = (408, 429)  # statuses that say nothing about the next request
 HEADERS_KEPT = KEPT_HEADERS | {b"server"}
 SIGNS = {None: 1, Priority.LOWER_FIRST: 1, Priority.HIGHER_FIRST: -1, Priority.NONE: 0}
@@ -125,6 +126,7 @@ class _Known:
     served    its models
     settings  what it told of itself when it was recognised, or when it was last asked again, at read_s
     paths     of its endpoints; None: not listed
+    tokens_max  that its load told last, since a probe may miss the load
     """
 
     served: tuple[ServedModel, ...]
@@ -132,6 +134,7 @@ class _Known:
     settings: Told
     paths: frozenset[str] | None
     read_s: float
+    tokens_max: int | None = None
 
 
 class Gets:
@@ -186,7 +189,7 @@ class Gets:
             return False
         if status not in MOMENTARY:
             self.lacking.add(path)
-            level = level if status in (404, 405) else logging.INFO
+            level = level if status in ABSENT else logging.INFO
             log.log(level, "engine %s: %s answers %d, and is asked for no more", self._name, path, status)
         return True
 
@@ -232,6 +235,7 @@ class Prober:
 
     def look_again(self) -> None:
         """Ask for the program's settings at the next probe: it may have been restarted."""
+        self._gets.lacking.clear()
         if self._known is not None:
             self._known.read_s = -SETTINGS_S
 
@@ -256,8 +260,8 @@ class Prober:
         told = Told(loaded=listed.loaded)
         if (load := await self._gets.first(known.dialect.load)) is not None:
             told = load.over(told)
-            known.settings = Told(tokens_max=load.tokens_max).over(known.settings)
-        told = told.over(known.settings)
+            known.tokens_max = load.tokens_max
+        told = told.over(Told(tokens_max=known.tokens_max)).over(known.settings)
         self._check_priority(known.dialect, told)
         return self._health(known, told)
 
@@ -282,8 +286,13 @@ class Prober:
         if known is not None and known.served == served:
             if now_s >= known.read_s + SETTINGS_S:
                 known.read_s = now_s
-                known.settings = await self._gets.first(known.dialect.settings) or known.settings
+                settings = await self._gets.first(known.dialect.settings) or known.settings
+                if settings != known.settings:
+                    known.settings = settings
+                    self._gets.lacking.clear()
             return known
+        if known is not None:
+            self._gets.lacking.clear()
         dialect, settings = await self._recognised(listing)
         paths = None
         if dialect is None or dialect.describes:

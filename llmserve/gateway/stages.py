@@ -172,11 +172,15 @@ def refuse_streams(draft: Draft) -> None:
 
 
 def named(cluster: LiveCluster) -> Stage:
-    """Name the only model that there is in a call that names none."""
+    """Name the only model that there is in a call that names none; write out the tag that Ollama's names go without."""
+    models = cluster.models
 
     def name(draft: Draft) -> None:
-        if not draft.model:
-            draft.model = only_model(list(cluster.models))
+        model = draft.model
+        if not model:
+            draft.model = only_model(list(models))
+        elif model not in models and (tagged := f"{model}:latest") in models:
+            draft.wire, draft.model = with_model(draft.wire, tagged), tagged
 
     return name
 

@@ -334,9 +334,11 @@ class Fleet:
         handle.answer(health)
         if came_up or models != handle.models:
             self._known_models.change(handle.models, models)
+            others = models.keys() != handle.models.keys()
             handle.models = models
             self._route_queues.keep(self.models, self.handles)
-            _log_models(handle, health, came_up=came_up)
+            if came_up or others:
+                _log_models(handle, health, came_up=came_up)
         if came_up or health.paths != handle.endpoints.told:
             handle.endpoints = Endpoints(health.paths)
         before, handle.info = handle.info, self._info(handle, health, came_up=came_up)

@@ -12,7 +12,9 @@ import pytest
 from dialects.programs import (
     BEHIND_HTML,
     LLAMA,
+    LLAMA_PROPS,
     LLAMA_SILENT,
+    LLAMA_SLOTS,
     LM_STUDIO,
     OLLAMA,
     PLAIN,
@@ -24,8 +26,10 @@ from dialects.programs import (
     VLLM,
     Program,
     Running,
+    models,
     said,
 )
+from engines.lying import http
 from front import StartFront, until
 
 from llmserve.engines import probing
@@ -121,6 +125,24 @@ async def test_a_refused_connection_makes_the_probe_look_again() -> None:
         engine._prober.look_again()
         await engine.probe()
         assert running.asked("/props") == before + 1
+
+
+async def test_a_restart_with_more_to_tell_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the program did not have before may be there now."""
+    monkeypatch.setattr(probing, "SETTINGS_S", 0.0)
+    async with probed(LLAMA_SLOTS) as (engine, running):
+        assert (await engine.probe()).told.waiting is None
+        running.become(Program("", {**LLAMA.gets, "/props": said({**LLAMA_PROPS, "total_slots": 1})}, ""))
+        await engine.probe()
+        assert (await engine.probe()).told.waiting == 3
+
+
+async def test_a_probe_without_metrics_forgets_no_cache() -> None:
+    async with probed(VLLM) as (engine, running):
+        await engine.probe()
+        running.become(Program("", {**VLLM.gets, "/metrics": http(b"", status="503 Busy")}, ""))
+        health = await engine.probe()
+        assert (health.load_known, health.tokens_max) == (False, 1280)
 
 
 # ---- priority ----
@@ -224,6 +246,17 @@ async def test_the_kind_of_an_engine_is_in_the_metrics_and_in_the_list_of_engine
             text = await response.text()
         name = running.url.removeprefix("http://")
         assert f'llmserve_engine_info{{engine="{name}",kind="llama.cpp",version="b6000"}} 1' in text
+
+
+async def test_a_name_without_a_tag_is_the_latest(start_front: StartFront) -> None:
+    """As Ollama takes it. A model of that very name comes first."""
+    listed = models("llama3.2:latest", "qwen3:8b", owner="library")
+    async with Running(Program("", {**OLLAMA.gets, "/v1/models": said(listed)}, "")) as running:
+        front = await start_front(running.url)
+        for name, status in (("llama3.2", 200), ("llama3.2:latest", 200), ("qwen3", 404)):
+            async with front.post(model=name) as response:
+                assert response.status == status
+        assert [json.loads(body)["model"] for body in running.requests] == ["llama3.2:latest"] * 2
 
 
 # ---- reading ----
