@@ -77,8 +77,15 @@ class _Opening(msgspec.Struct):
     choices: list[_OpeningChoice] | None = None
 
 
-class _Signed(msgspec.Struct):
+class _Closing(msgspec.Struct):
+    """What engines write into the last event of a stream: the fingerprint (vLLM), the times (llama.cpp)."""
+
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
+    timings: msgspec.Raw = msgspec.Raw(b"")
+
+
+CLOSING = (("system_fingerprint", b'"'), ("timings", b"{"))
+"""The fields of _Closing, and how a value begins that is worth keeping."""
 
 
 def usage_of(body: bytes) -> Usage | None:
@@ -251,11 +258,11 @@ class UsageFilter(Passing):
     """Forwards an event stream and reads its token counts.
 
     strip    remove the event that carries only usage: llmserve requested the event, the client did not. vLLM writes
-             its `system_fingerprint` into the last event, which is then the removed one. The filter therefore delays
-             the event with the finish_reason until the next event, and moves the fingerprint of a removed event into
-             the delayed event, where vLLM would have written the fingerprint.
-    choices  answers in the stream. Several answers end at different times: no event is delayed, and the fingerprint
-             is lost.
+             its `system_fingerprint` into the last event, llama.cpp its `timings`; the last event is then the removed
+             one. The filter therefore delays the event with the finish_reason until the next event, and moves these
+             fields of a removed event into the delayed event, where the engine would have written them.
+    choices  answers in the stream. Several answers end at different times: no event is delayed, and these fields
+             are lost.
 
     receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none
 
@@ -342,7 +349,7 @@ class UsageFilter(Passing):
         self._events += not (is_usage or is_done)
         delayed = self.release()
         if is_usage and self._strip:
-            return _signed(delayed, event) if delayed else b""
+            return _closed(delayed, event) if delayed else b""
         if FINISHED.search(event) is None:
             return delayed + event
         self._finished |= _finished_by(event, self._choices)
@@ -374,15 +381,17 @@ def _finished_by(event: bytes, choices: int) -> set[int]:
     return {choice.index for choice in answer.choices or () if choice.finish_reason}
 
 
-def _signed(event: bytes, usage: bytes) -> bytes:
-    """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
-    if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event:
-        return event
-    signed = read(_Signed, data_of(usage)) or _Signed()
-    fingerprint = bytes(signed.system_fingerprint)
-    if not fingerprint.startswith(b'"'):
-        return event
-    return _with_field(event, b"system_fingerprint", fingerprint)
+def _closed(event: bytes, usage: bytes) -> bytes:
+    """Append to an event the closing fields of the usage event that it lacks."""
+    closing = None
+    for name, begin in CLOSING:
+        key = b'"%b"' % name.encode()
+        if key in usage and key not in event:
+            closing = closing or read(_Closing, data_of(usage)) or _Closing()
+            value = bytes(getattr(closing, name))
+            if value.startswith(begin):
+                event = _with_field(event, name.encode(), value)
+    return event
 
 
 def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:

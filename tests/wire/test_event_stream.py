@@ -122,7 +122,7 @@ def test_a_stream_of_several_answers_has_ended_once_each_has_a_finish_reason(cut
         assert usage.ended == ended, data
 
 
-# ---- the engine's fingerprint, which the removed event carries ----
+# ---- what the removed event carries besides: the engine's fingerprint, its times ----
 
 END = b'data: {"choices":[{"delta":{"content":"}"},"finish_reason":"stop"}]}\n\n'
 SIGNED_USAGE = USAGE.replace(b'"usage"', b'"system_fingerprint":"vllm-\\u00e9 }","usage"')
@@ -132,6 +132,13 @@ SIGNED_END = END.replace(b"}]}\n", b'}],"system_fingerprint":"vllm-\\u00e9 }"}\n
 @given(st.lists(st.integers(0, 10_000), max_size=40))
 def test_the_last_event_gets_the_fingerprint_of_the_removed_usage(cuts: list[int]) -> None:
     assert feed(FIRST + END + SIGNED_USAGE + DONE, cuts, strip=True) == (FIRST + SIGNED_END + DONE, 7)
+
+
+def test_the_last_event_gets_the_times_that_llama_cpp_writes_last() -> None:
+    times = b',"timings":{"predicted_n":7,"predicted_ms":5.6}}\n'
+    timed_usage, timed_end = SIGNED_USAGE.replace(b"}\n", times), SIGNED_END.replace(b"}\n", times)
+    assert feed(FIRST + END + timed_usage + DONE, [], strip=True) == (FIRST + timed_end + DONE, 7)
+    assert feed(FIRST + SIGNED_END + timed_usage + DONE, [], strip=True) == (FIRST + timed_end + DONE, 7)
 
 
 @pytest.mark.parametrize(
