@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from llmserve.engines.process import SUPERVISOR, free_port
+from real_engine import running
 
 MODEL = Path(__file__).parents[2] / "llmserve/demo/model"
 ARGS = ("--max-model-len", "1024", "--enforce-eager", "--dtype", "float32")
@@ -30,44 +23,21 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-START_S = 240
 
 
-@contextmanager
-def running_vllm(python: str, log: Path, *args: str) -> Iterator[str]:
+def running_vllm(python: str, log: Path, *args: str) -> AbstractContextManager[str]:
     """A vLLM server with the demo model and these arguments. Yields its base URL.
 
     python : an interpreter that has vLLM.  log : the file for the server's output
     """
-    port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
-    command += ["--host", "127.0.0.1", *ARGS, *STRUCTURED, *args]
+
+    def command(port: int) -> list[str]:
+        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
+        return [*words, "--host", "127.0.0.1", *ARGS, *STRUCTURED, *args]
+
     settings = {
-        **os.environ,
         **SETTINGS,
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",  # for arguments of tools, too, STRUCTURED holds
     }
-    with log.open("wb") as out:
-        process = subprocess.Popen([*SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings)
-    try:
-        _await_healthy(process, port, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-
-
-def _await_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    raise AssertionError("vLLM did not start:\n" + log.read_text(errors="replace")[-3000:])
+    return running(command, log, settings)

@@ -76,13 +76,14 @@ class Server:
 
 @asynccontextmanager
 async def running(
-    name: str, command: Command, *, ready: str, environment: Mapping[str, str] | None = None
+    name: str, command: Command, *, ready: str, environment: Mapping[str, str] | None = None, port: int | None = None
 ) -> AsyncIterator[Server]:
     """Run command(port) as a server until the context ends or this script is killed.
 
     ready : path that answers 200 once the server is ready. Unlike an EngineProcess, the server is never restarted.
+    port : None: a free one
     """
-    port = free_port()
+    port = free_port() if port is None else port
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *SUPERVISOR,

@@ -126,12 +126,15 @@ async def _own_pass(args: argparse.Namespace, arrangement: Arrangement, engines:
             return await send([url] * count, all_at_once(load.prompts))
 
 
+ODD = ("dropped", "failed", "other_length", "preemptions")
+
+
 def in_words(numbers: Mapping[str, float]) -> str:
     text = (
         f"{numbers['tokens_per_s']:,.0f} tokens/s, latency {numbers['latency_s_mean']:.2f} s mean, "
         f"{numbers['latency_s_p99']:.2f} s p99, slow-down {numbers['slowdown_mean']:.2f}"
     )
-    odd = {name: int(numbers[name]) for name in ("dropped", "failed", "other_length", "preemptions") if numbers[name]}
+    odd = {name: int(numbers[name]) for name in ODD if numbers.get(name)}
     return text + "".join(f", {count} {name.replace('_', ' ')}" for name, count in odd.items())
 
 
