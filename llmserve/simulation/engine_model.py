@@ -14,6 +14,10 @@ This is exact, also for lengths that are real numbers, and takes O(log n) per jo
 A client that streams receives its first byte when the first step of its job ends, after the prefill; if the job is
 shorter than a step, at the end of the job.
 
+An engine may hold few models at once, and load the others on demand (`Loading`). As Ollama does, it takes its requests
+one after another: a request of a model that it does not have waits until another model has no job any more, and those
+behind it wait, too; then the load takes its time, and the prefill follows.
+
 Energy is counted as in `ModelledEnergy` (observe/energy.py). A static batch takes prefill_j once, at its start, and
 P(n) after its prefill. On a refill engine a request in prefill counts as one of the n, and takes no other energy.
 """
@@ -112,6 +116,14 @@ class Costs:
         return self.times.batch_s(np.asarray(lengths, dtype=float), 1, prompts_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The models in an engine's memory. models_at_once : how many it holds.  load_s : seconds of a load"""
+
+    models_at_once: int
+    load_s: float
+
+
 class _Job(msgspec.Struct, eq=False):
     """Requests that begin and end together.
 
@@ -121,6 +133,7 @@ class _Job(msgspec.Struct, eq=False):
     sequences      number of requests at the start: a static batch keeps its rows
     turn           the smallest waits least, among those that wait in the engine
     unanswered     ids of requests whose clients stream and have received no byte
+    model          of the requests
     began          virtual time at the start of the first step
     """
 
@@ -131,6 +144,7 @@ class _Job(msgspec.Struct, eq=False):
     sequences: int
     turn: float
     unanswered: list[int]
+    model: str = ""
     began: float = 0.0
 
     @property
@@ -147,6 +161,9 @@ class StepEngine:
     prefill takes a slot, prefill_s, and prefill_s_per_token for its prompt. A prefill neither slows other requests down
     nor is slowed by them.
     lengths : output tokens by request id.  streaming : ids of requests for which the engine gives AnswerBegan.
+    loading : None: it has all models; not for a barrier engine
+
+    loads    number of loads so far
     """
 
     def __init__(
@@ -155,9 +172,14 @@ class StepEngine:
         lengths: Mapping[int, float] | Sequence[float],
         costs: Costs,
         streaming: Collection[int] = (),
+        *,
+        loading: Loading | None = None,
     ) -> None:
         self.info = info
         self.costs = costs
+        self.loads = 0
+        self._loading = loading
+        self._ready_s: dict[str, float] = {}  # when each model in the memory is loaded, in the order of their last use
         self.busy_s = 0.0  # seconds with at least one job
         self.busy_j = 0.0
         self._job_s = 0.0  # job-seconds
@@ -199,7 +221,8 @@ class StepEngine:
         for request in batch.requests:
             length = self._lengths[request.id]
             job = self._job(batch.id, {request.id: length}, length, request.prompt_tokens, batch.turn or 0.0)
-            if self._jobs < self._jobs_max:
+            job.model = batch.model
+            if self._jobs < self._jobs_max and not self._waiting and self._has_memory(batch.model):
                 self._begin(job)
             else:
                 insort(self._waiting, job, key=TURN)
@@ -251,6 +274,7 @@ class StepEngine:
         """Drop an aborted job that waits, is in prefill or runs; O(jobs)."""
         if job in self._waiting:
             self._waiting.remove(job)
+            self._begin_waiting()
             return
         running = [entry for entry in self._running if entry[2] is not job]
         if len(running) < len(self._running):
@@ -267,8 +291,33 @@ class StepEngine:
         """Give the slot of a job that left to the job of the smallest turn, or that has waited longest."""
         self._jobs -= 1
         self._changed = True
-        if self._waiting:
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and self._jobs < self._jobs_max and self._has_memory(self._waiting[0].model):
             self._begin(self._waiting.popleft())
+
+    def _has_memory(self, model: str) -> bool:
+        """Whether the model is in the memory, or can be loaded now."""
+        if self._loading is None or model in self._ready_s or len(self._ready_s) < self._loading.models_at_once:
+            return True
+        return not self._models_with_jobs >= self._ready_s.keys()
+
+    @property
+    def _models_with_jobs(self) -> set[str]:
+        return {job.model for job in chain((job for _, job in self._prefill), (job for *_, job in self._running))}
+
+    def _load_end_s(self, loading: Loading, model: str) -> float:
+        """Use a model from now on; return when it is loaded."""
+        ready_s = self._ready_s.pop(model, None)
+        if ready_s is None:
+            self.loads += 1
+            ready_s = self._now_s + loading.load_s
+            if len(self._ready_s) >= loading.models_at_once:
+                busy = self._models_with_jobs
+                del self._ready_s[next(other for other in self._ready_s if other not in busy)]
+        self._ready_s[model] = ready_s
+        return ready_s
 
     def _begin(self, job: _Job) -> None:
         self._jobs += 1
@@ -277,8 +326,11 @@ class StepEngine:
         if self._barrier:
             self.busy_j += costs.prefill_j
         prefill_s = costs.prefill_s + costs.prefill_s_per_token * job.prompt_tokens
-        if prefill_s > 0:
-            insort(self._prefill, (self._now_s + prefill_s, job), key=PREFILL_END)
+        from_s = self._now_s
+        if self._loading is not None:
+            from_s = max(from_s, self._load_end_s(self._loading, job.model))
+        if from_s + prefill_s > self._now_s:
+            insort(self._prefill, (from_s + prefill_s, job), key=PREFILL_END)
         else:
             self._run(job)
 

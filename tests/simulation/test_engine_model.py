@@ -25,7 +25,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
-from llmserve.simulation.engine_model import Costs, ProfileEngine, StepEngine, TimedEngine
+from llmserve.simulation.engine_model import Costs, Loading, ProfileEngine, StepEngine, TimedEngine
 
 
 def profile(**values: object) -> Profile:
@@ -439,3 +439,55 @@ def test_a_hundred_engines_end_in_the_order_of_time() -> None:
     assert times == sorted(times)
     assert not cluster.scheduler.requests
     assert len(times) == 100 + 2 * 5_000 + 1
+
+
+# ---- models in turn ----
+
+
+def of_model(model: str, *request_ids: int) -> Batch:
+    return msgspec.structs.replace(batch(*request_ids), model=model)
+
+
+def in_turn(lengths: list[float], slots: int = 2, models_at_once: int = 1) -> StepEngine:
+    info = EngineInfo("e", slots, False, look_ahead=9)
+    return StepEngine(info, lengths, Costs.constant(1.0, 0.0, slots), loading=Loading(models_at_once, 10.0))
+
+
+def test_a_request_waits_for_the_load_of_its_model_and_the_next_of_the_model_does_not() -> None:
+    engine = in_turn([2, 3])
+    engine.start(of_model("a", 0), 0.0)
+    assert run_out(engine) == [(12, 0)]
+    engine.start(of_model("a", 1), 20.0)
+    assert run_out(engine) == [(23, 1)]
+    assert engine.loads == 1
+
+
+def test_a_load_waits_until_the_model_before_has_no_request_and_holds_up_those_behind() -> None:
+    engine = in_turn([2, 2, 2])
+    for request_id, model in enumerate("aba"):
+        engine.start(of_model(model, request_id), 0.0)
+    assert run_out(engine) == [(12, 0), (24, 1), (36, 2)]
+    assert engine.loads == 3
+
+
+def test_requests_that_come_during_a_load_begin_at_its_end() -> None:
+    engine = in_turn([2, 4])
+    engine.start(of_model("a", 0), 0.0)
+    engine.start(of_model("a", 1), 5.0)
+    assert run_out(engine) == [(12, 0), (14, 1)]
+
+
+def test_two_models_that_fit_run_side_by_side_and_the_one_used_longest_ago_makes_room() -> None:
+    engine = in_turn([2, 5, 2, 2], models_at_once=2)
+    for request_id, model in enumerate("abcb"):
+        engine.start(of_model(model, request_id), 0.0)
+    assert run_out(engine) == [(12, 0), (15, 1), (17, 3), (24, 2)]
+    assert engine.loads == 3
+
+
+def test_an_aborted_request_that_waits_for_a_load_lets_those_behind_it_go() -> None:
+    engine = in_turn([4, 1, 2])
+    for request_id, model in enumerate("aba"):
+        engine.start(of_model(model, request_id), 0.0)
+    engine.abort(1, 11.0)
+    assert run_out(engine) == [(13, 2), (14, 0)]
