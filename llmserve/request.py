@@ -103,6 +103,10 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
                 {model: {"prefill_s": seconds, "step_s": [seconds, ...]}}
     paces       measured over known durations, by model, from before the start
     by_priority whether the engine starts the requests that wait in it by their priority, which is the batch's turn
+    models_at_once  models that the engine has in its memory at once, where it loads models on demand; 0: all of them
+    loaded      the models that it has there, by its own word, which counts while it runs nothing; None: it does not say
+    weights     the model that it loads for a name in `models`, where that is not the name itself
+    loads_s     seconds of a load, by model, from before the start
     """
 
     name: str
@@ -115,6 +119,10 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     speeds: dict[str, StepTimes] = {}
     paces: dict[str, float] = {}
     by_priority: bool = False
+    models_at_once: int = 0
+    loaded: tuple[str, ...] | None = None
+    weights: dict[str, str] = {}
+    loads_s: dict[str, float] = {}
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models

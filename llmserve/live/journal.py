@@ -25,13 +25,13 @@ from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
-VERSION = 11
-READABLE = (4, 5, 6, 7, 8, 9, 10, VERSION)
+VERSION = 12
+READABLE = (4, 5, 6, 7, 8, 9, 10, 11, VERSION)
 # Version 4 has one model, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7,
 # EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
 # Lines of jobs, and ReportDue, came with version 9, ServedElsewhere with version 10,
-# refusals (RequestEnded, FailRequest) with version 11.
+# refusals (RequestEnded, FailRequest) with version 11, engines that hold few models at once with version 12.
 STEPS_MAX = 1_000  # more would push what each request needs out of the processor's caches
 HEADER_START = b'{"scheduling":'  # the first field of a header; a step begins with its time
 

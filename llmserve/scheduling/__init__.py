@@ -9,6 +9,7 @@ group        : all queues and engines, and how batches form
 lengths      : lengths of recent answers, by bin
 limits       : how much may wait, for how long, and how often a request may run again
 load         : waits, and what forecasts mean, for orders that follow the load
+loaded_models : the models in an engine's memory, and how long loads take
 memory       : which request may block an engine for its memory
 messages     : all events and actions
 planner      : when a new dispatch plan is wanted, and for which load
@@ -18,6 +19,7 @@ request_book : the state of each request, from its arrival to its end
 reserve      : how many slots stay free for online requests
 rests        : engines that have refused requests, and rest
 scheduler    : the entrance and the handlers of events
+sharing      : of which models an engine takes requests that holds few of them at once
 trust        : whether predictions rank answers
 
 choice/     : which batch starts next, and on which engine

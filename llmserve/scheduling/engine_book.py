@@ -111,6 +111,8 @@ class EngineBook:
         state.close(expected=expected)
         self._closed(state)
         self._group.pool.forget_prefixes(state)
+        if state.loaded is not None:
+            state.loaded.forget()
         again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
         runs = list(state.running.values())
         state.remove(runs, self._book.now_s)

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.loaded_models import LoadedModels
 from llmserve.scheduling.memory import MemoryToken, is_oversize
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.rests import Rests
@@ -96,20 +97,24 @@ class EngineState:
     paces         by model, for models of known speed with at least one answer
     memory_token  who may block the engine while waiting for its memory
     rests         from models of which it has refused requests.  left_out : the models for which others work meanwhile
+    loaded        the models in its memory, where that holds few of them; else None
+    closed_to     the models of which it takes no requests now because of the models in its memory (sharing.py)
     """
 
     __slots__ = (
-        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "left_out", "memory_token"),
-        *("models", "paces", "ready", "rests", "running", "total_tokens", "worker"),
+        *("_counted_at_s", "_refused", "_steps", "circuit", "closed_to", "expected", "info", "known", "left_out"),
+        *("loaded", "memory_token", "models", "paces", "ready", "rests", "running", "total_tokens", "worker"),
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
+        self.running: dict[int, Run] = {}
+        self.loaded: LoadedModels | None = None
+        self.closed_to: frozenset[str] = frozenset()
         self.update(info)
         self.new_circuit(circuit)
         self.worker = worker
         self.ready = self.known = self.expected = False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
-        self.running: dict[int, Run] = {}
         self.memory_token = MemoryToken()
         self.total_tokens = 0
         self._refused: dict[int, float] = {}  # by request id, ascending: the time before which it does not fit
@@ -120,6 +125,13 @@ class EngineState:
         """Replace the engine's description."""
         self.info = info
         self.models = frozenset(info.models)
+        if info.barrier or not info.models_at_once:
+            self.loaded, self.closed_to = None, frozenset()
+            return
+        if self.loaded is None:
+            self.loaded = LoadedModels(info.loads_s)
+        self.loaded.at_once = info.models_at_once
+        self.loaded.told(info.loaded, idle=not self.running)
 
     def expect(self) -> None:
         """Be expected, unless the engine is ready."""
@@ -170,7 +182,7 @@ class EngineState:
 
     def open_to(self, model: str) -> bool:
         """Whether the engine serves the model, and is not left out for it."""
-        return (not self.models or model in self.models) and model not in self.left_out
+        return (not self.models or model in self.models) and model not in self.left_out and model not in self.closed_to
 
     def speed(self, model: str) -> StepTimes | None:
         """The model's step times; None: unknown."""
@@ -208,9 +220,10 @@ class EngineState:
         self._count_steps(now_s)
         name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0) if self._steps else 0.0
         concurrency, limited = len(self.running) + len(requests), self.info.tokens_max is not None
+        loads = self.loaded is not None and self.loaded.use(self.weights(batch.model), self.weights_running, now_s)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
-                queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
+                queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps, loads=loads
             )
             self.total_tokens += queued.total_tokens
             if limited and (is_oversize(queued, self.info) or self.memory_token.holder is queued):
@@ -220,8 +233,10 @@ class EngineState:
             self.circuit.started(requests[0].request.id)
 
     def served_s(self, run: Run, now_s: float) -> float:
-        """Seconds for which a run has had a slot. Look-ahead requests wait first; all share the slots (Little)."""
-        return (now_s - run.started_at_s) * min(1.0, self.info.slots / max(1, run.concurrency))
+        """Seconds for which a run has had a slot. Look-ahead requests wait first; all share the slots (Little). A load
+        of the model does not count.
+        """
+        return (now_s - run.started_at_s - run.load_s) * min(1.0, self.info.slots / max(1, run.concurrency))
 
     def stop(self) -> tuple[int, ...]:
         """Mark the running batch as stopping. Returns its request ids, without cancelled requests."""
@@ -244,6 +259,34 @@ class EngineState:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
         self._refused.clear()
+        if self.loaded is not None:
+            loading = [self.weights(run.queued.request.model) for run in self.running.values() if run.loads]
+            self.loaded.keep_loading(loading)
+
+    # ---- models in its memory ----
+
+    def weights(self, model: str) -> str:
+        """The model that the engine loads for requests of this one."""
+        return self.info.weights.get(model, model)
+
+    def has_loaded(self, model: str) -> bool:
+        """Whether a request of the model starts there without a load."""
+        return self.loaded is None or self.weights(model) in self.loaded
+
+    @property
+    def weights_running(self) -> set[str]:
+        """The models of the running requests."""
+        return {self.weights(run.queued.request.model) for run in self.running.values()}
+
+    def note_first_token(self, run: Run, first_s: float) -> None:
+        """Learn from the time of a run's first token how long the engine takes to load a model."""
+        if self.loaded is None:
+            return
+        model, lead_s = self.weights(run.queued.request.model), first_s - run.started_at_s
+        if run.loads:
+            run.load_s = self.loaded.answered_after_load(model, lead_s, first_s)
+        elif run.concurrency <= self.info.slots:
+            self.loaded.answered(model, lead_s)
 
     # ---- speed ----
 
@@ -265,14 +308,15 @@ class EngineState:
 
     def record_run(self, run: Run, together: int, tokens: float, now_s: float) -> bool:
         """Record a batch of `together` requests of a barrier engine, or a request of a refill engine. The latter ran
-        beside a changing number of others, so the engine's steps in that time are counted by the profile.
+        beside a changing number of others, so the engine's steps in that time are counted by the profile. A load of the
+        model does not count.
         """
         model, seconds = run.queued.request.model, now_s - run.started_at_s
         steps = self._steps.get(self._speed_name(model), 0.0) - run.steps_before
         speed = self.speed(model)
         if self.info.barrier or steps <= 0 or speed is None or tokens <= 0:
-            return self.record_batch(model, together, tokens, seconds, now_s)
-        return self._record_pace(model, seconds, batch_s(tokens, seconds / steps, speed.prefill_s), now_s)
+            return self.record_batch(model, together, tokens, seconds - run.load_s, now_s)
+        return self._record_pace(model, seconds - run.load_s, batch_s(tokens, seconds / steps, speed.prefill_s), now_s)
 
     def _count_steps(self, now_s: float) -> None:
         """Count the steps that the speeds allow since the last change of `running`. Call before each change."""
@@ -340,6 +384,7 @@ class EnginePool:
     free     engines that take requests now, by name
     paused   engines in a pause of their circuit, by name
     resting  engines that rest from a model, by name
+    sharing  engines whose models share a memory for few of them, by name
     batches  busy barrier engines, by the number of requests in their batch and by name
     """
 
@@ -350,6 +395,7 @@ class EnginePool:
         self.free: dict[str, EngineState] = {}
         self.paused: dict[str, EngineState] = {}
         self.resting: dict[str, EngineState] = {}
+        self.sharing: dict[str, EngineState] = {}
         self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
         self._prefixes = PrefixMemory()
 
@@ -363,6 +409,9 @@ class EnginePool:
     def update(self, engine: EngineState, now_s: float) -> None:
         """Update the pool after an engine's models or its readiness have changed."""
         self._serving.clear()
+        self.sharing.pop(engine.info.name, None)
+        if engine.loaded is not None and engine.ready:
+            self.sharing[engine.info.name] = engine
         self.refresh(engine, now_s)
 
     def refresh(self, engine: EngineState, now_s: float) -> None:
@@ -425,8 +474,8 @@ class EnginePool:
 
     def free_for(self, model: str, blocked: Collection[str] = ()) -> list[EngineState]:
         free = [engine for engine in self.free.values() if not engine.models or model in engine.models]
-        if self.resting:
-            free = [engine for engine in free if model not in engine.left_out]
+        if self.resting or self.sharing:
+            free = [engine for engine in free if engine.open_to(model)]
         return [engine for engine in free if engine.info.name not in blocked] if blocked else free
 
     def others_work(self, names: Collection[str], model: str) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from llmserve.scheduling import sharing
 from llmserve.scheduling.admission import Admission
 from llmserve.scheduling.choice.batch_lane import BatchLane
 from llmserve.scheduling.choice.dispatch import Dispatch
@@ -122,6 +123,12 @@ class Scheduler:
         """Whether the request waits or runs, as a batch item or online."""
         return request_id in self.requests or request_id in self.batch_lane.waiting
 
+    def learns_loads(self, request_id: int) -> bool:
+        """Whether an AnswerBegan at the first token of a running request tells how long its engine loads models."""
+        shared = self.group.pool.sharing
+        queued = self.requests.get(request_id) if shared else None
+        return queued is not None and queued.run is not None and queued.run.engine in shared
+
     # ---- entry point ------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -152,6 +159,8 @@ class Scheduler:
         """Start requests, then items of batch jobs, ask for new plans, and set the group's wake-up time."""
         if group.pool.resting:
             group.pool.look_at_rests(self._now_s)
+        if group.pool.sharing:
+            sharing.look(group.pool, group.tally)
         dues_s = self._dispatch.dispatch(group, self._now_s)
         self.batch_lane.dispatch()
         if not group.present:
@@ -192,6 +201,7 @@ class Scheduler:
             self._book.touch()
             if queued.run is not None:
                 queued.run.began = True
+                self.engines[queued.run.engine].note_first_token(queued.run, self._now_s)
 
     def _on_request_ended(self, event: RequestEnded) -> None:
         engine = self.engines.get(event.engine)
@@ -202,6 +212,9 @@ class Scheduler:
         if run is None:  # stale: the engine was lost in between, and the request was requeued or has ended
             return
         queued = run.queued
+        if engine.loaded is not None and event.outcome == "completed" and event.output_tokens > 0 and not run.began:
+            tokens_s = self._book.queues_of(queued).service.seconds_per_token * event.output_tokens
+            engine.note_first_token(run, self._now_s - tokens_s)
         self._judge(event, engine, run)
         if event.rest_s is not None:
             engine.rests.refused(queued.request.model, event.rest_s, run.started_at_s, self._now_s)

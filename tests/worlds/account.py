@@ -113,7 +113,7 @@ class Engine:
     @property
     def free(self) -> bool:
         """Whether the engine must be given work."""
-        idle = not self.running or not (self.info.barrier or self.info.tokens_max)
+        idle = not self.running or not (self.info.barrier or self.info.tokens_max or self.info.models_at_once)
         if self.worker.stopping or (self.info.barrier and self.worker.runs_a_batch):
             return False
         return self.works and idle and len(self.running) < self.info.slots
@@ -587,7 +587,7 @@ class Account:
         If each request is its own batch, nothing of its share overtakes a request that waits for its fair share of the
         memory or less. Otherwise a request that arrived before a batch of another model formed starts directly after
         it, unless requests of its model need more than their fair share of an engine's memory. Requests of a model
-        from which the engine rests wait for another engine.
+        from which the engine rests wait for another engine. An engine that holds few models groups them.
         """
         release, info = self._config.release or "", engine.info
         resting = {model for model in self._models if self._rests_until_s(engine, model)}
@@ -595,6 +595,7 @@ class Account:
             id_: life
             for id_, life in self._waiting.items()
             if info.serves(life.request.model) and life.request.model not in resting
+            if not info.models_at_once or life.request.model == batch.model
         }
         first = {id_: life for id_, life in servable.items() if not life.tries}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")

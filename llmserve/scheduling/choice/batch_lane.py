@@ -59,6 +59,7 @@ class BatchLane:
         self._group, self._book, self._dispatch, self._admission = group, book, dispatch, admission
         self._items = PreemptibleQueue()
         self.waiting: Mapping[int, object] = self._items.waiting
+        group.tally.item_models = self._items.rows.keys()
         self._stops = ItemStops(book) if item_stops else None
         self._look_at_s = math.inf  # when items may be due
 

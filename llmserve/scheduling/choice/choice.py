@@ -78,7 +78,8 @@ class Choice:
     ) -> EngineState | None:
         """The best of these willing engines whose memory holds the request; None: no memory does.
 
-        An oversize request also needs the engine's memory token. Under a release that follows plans a request joins
+        An oversize request also needs the engine's memory token. An engine that has the model in its memory is better
+        than one that would have to load it. Under a release that follows plans a request joins
         running requests, for idle engines wait until the plan lets a batch start.
         """
         now_s, per_token_s = self._now_s, queues.service.seconds_per_token
@@ -92,6 +93,8 @@ class Choice:
             fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
+        if self._pool.sharing:
+            fitting = [engine for engine in fitting if engine.has_loaded(queues.model)] or fitting
         return self._pool.preferred(fitting, queued.request.prefixes)
 
     def _gets_token(self, queued: QueuedRequest, engine: EngineState) -> bool:

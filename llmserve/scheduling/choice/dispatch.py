@@ -23,6 +23,7 @@ from llmserve.scheduling.choice.orders import FixedOrder, Order
 from llmserve.scheduling.engines import Worker
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.messages import Action, StartBatch
+from llmserve.scheduling.sharing import look_at, open_idle
 
 OrderOf = Callable[[Mapping[str, str | float]], Order]
 
@@ -67,6 +68,8 @@ class Dispatch:
             choice = self._start_batches(group, now_s)
             while deferred and self.forming.form_deferred(group, now_s):  # the starts have left one share that waits
                 choice = self._start_batches(group, now_s)
+            if group.pool.sharing and open_idle(group.pool):
+                choice = self._start_batches(group, now_s)
             if choice is not None:
                 dues_s.append(choice.recheck_at_s)
             if group.arrived_in:
@@ -106,6 +109,8 @@ class Dispatch:
         engine.start(batch, requests, now_s)
         group.pool.served(requests, engine)
         group.pool.refresh(engine, now_s)
+        if engine.loaded is not None:
+            look_at(engine, group.tally)
         self.actions.append(StartBatch(engine.info.name, started))
 
     def start_direct(self, group: Group, start: Start, now_s: float) -> None:

@@ -124,7 +124,7 @@ class FixedChoice(Choice):
         engines: Collection[EngineState] = self._pool.free.values()
         if self._blocked:
             engines = [engine for engine in engines if engine.info.name not in self._blocked]
-        if self._pool.resting:
+        if self._pool.resting or self._pool.sharing:
             return [queues for queues in waiting if any(engine.open_to(queues.model) for engine in engines)]
         for engine in engines:
             if not engine.models:  # this engine serves every model

@@ -14,6 +14,7 @@ from llmserve.scheduling.fair import FairShares, Share
 from llmserve.scheduling.load import Load
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.formed_queue import FormedQueue
+from llmserve.scheduling.queues.oldest import Oldest
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
@@ -23,15 +24,16 @@ class Tally:
     """Waiting requests of all models, as ModelQueues count them. waiting : number.  queues : those not empty, by model
 
     deferred : queues, by model, whose batches could not form early, because several shares waited (Forming)
-    items : items of batch jobs that run in slots left by online requests
+    items : items of batch jobs that run in slots left by online requests.  item_models : models of those that wait
     """
 
-    __slots__ = ("deferred", "items", "queues", "waiting")
+    __slots__ = ("deferred", "item_models", "items", "queues", "waiting")
 
     def __init__(self) -> None:
         self.waiting = self.items = 0
         self.queues: dict[str, ModelQueues] = {}
         self.deferred: dict[str, ModelQueues] = {}
+        self.item_models: Collection[str] = ()
 
 
 class Ordering(Protocol):
@@ -61,6 +63,7 @@ class ModelQueues:
     bins        a queue for each bin; queue : makes one, by its index
     fair        the shares that compete for the model's engines; models that share an engine have the same
     tally       counts waiting requests of all models
+    oldest      the waiting requests by age, while an engine of the model holds few models at once; else None
 
     Updated after every change of the engines for the model:
     engines  ready engines; slots : of the engine with the fewest, 0 without an engine; all_slots : of all
@@ -89,6 +92,7 @@ class ModelQueues:
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
+        self.oldest: Oldest | None = None
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
@@ -96,6 +100,10 @@ class ModelQueues:
         self.slots = min([engine.info.slots for engine in ready], default=0)
         for queue in self.bins:
             queue.engines = max(1, len(ready))
+        if not any(engine.loaded is not None for engine in ready):
+            self.oldest = None
+        elif self.oldest is None:
+            self.oldest = Oldest(self._in_no_order())
         if any(engine.circuit.closed for engine in ready):
             self.no_engine_since_s = None
         elif self.no_engine_since_s is None:
@@ -135,6 +143,8 @@ class ModelQueues:
         queued.join(self.fair.of(request.share, request.weight))
         queue.append(queued)
         self._count(1, queued.work_us if load is not None else 0)
+        if self.oldest is not None:
+            self.oldest.add(queued)
         return queued, queue
 
     def queued_apart(self, request: Request, share: Share, now_s: float) -> QueuedRequest:
@@ -210,6 +220,7 @@ class ModelQueues:
             by_bin.setdefault(queued.bin, []).append(queued)
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
+        self._note_ages(requests)
         self._count(len(requests), self._work_us(requests))
         return [self.bins[index] for index in by_bin]
 
@@ -219,11 +230,24 @@ class ModelQueues:
             self._join_share(queued)
         batch.come_back(engine)
         self.formed.push_returned(batch)
+        self._note_ages(batch.requests.values())
         self._count(len(batch.requests), self._work_us(batch.requests.values()))
 
     def _join_share(self, queued: QueuedRequest) -> None:
         """Let a request wait in its share."""
         queued.join(self.fair.of(queued.request.share, queued.request.weight))
+
+    def _note_ages(self, requests: Iterable[QueuedRequest]) -> None:
+        if self.oldest is not None:
+            for queued in requests:
+                self.oldest.add(queued)
+
+    def first_by_age(self) -> QueuedRequest | None:
+        """The waiting request that has waited longest, or whose deadline presses most; None: none, or not known."""
+        return self.oldest.first(self._waits) if self.oldest is not None else None
+
+    def _waits(self, queued: QueuedRequest) -> bool:
+        return queued.formed is not None or queued.request.id in self.bins[queued.bin].requests
 
     def _merged(self, bin_index: int) -> int:
         """The queue in which a bin's requests wait."""

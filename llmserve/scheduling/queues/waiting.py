@@ -126,6 +126,7 @@ class Run(msgspec.Struct, eq=False):
     concurrency      requests on the engine once the batch had started
     steps_before     steps of the engine before the start (EngineState.record_run)
     began, stopping  whether the client has received the first byte, and whether the run was preempted
+    loads            whether the engine had to load the model first.  load_s : seconds of the run for that
     """
 
     queued: QueuedRequest
@@ -137,6 +138,8 @@ class Run(msgspec.Struct, eq=False):
     steps_before: float = 0.0
     began: bool = False
     stopping: bool = False
+    loads: bool = False
+    load_s: float = 0.0
 
 
 class BinQueue:
