@@ -85,14 +85,15 @@ def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learnt:
 
 
 def engines_state(engines: Iterable[OpenAIEngine], scheduler: Scheduler) -> dict[str, Any]:
-    """The slots found and the paces, by engine."""
+    """The slots found, the paces and the times of loads, by engine."""
     return {engine.info.name: _of_engine(engine, scheduler) for engine in engines}
 
 
 def _of_engine(engine: OpenAIEngine, scheduler: Scheduler) -> dict[str, Any]:
     known = scheduler.engines.get(engine.info.name)
     paces = engine.info.paces if known is None else {model: pace.value for model, pace in known.paces.items()}
-    return {"paces": paces, "slots": engine.slots.state() if engine.slots is not None else None}
+    loads_s = engine.info.loads_s if known is None or known.loaded is None else known.loaded.loads_s
+    return {"paces": paces, "loads_s": loads_s, "slots": engine.slots.state() if engine.slots is not None else None}
 
 
 def restore_engines(engines: Iterable[OpenAIEngine], state: dict[str, Any]) -> None:
@@ -102,6 +103,7 @@ def restore_engines(engines: Iterable[OpenAIEngine], state: dict[str, Any]) -> N
         if own is None:
             continue
         paces = {model: float(pace) for model, pace in own["paces"].items()}
-        engine.info = msgspec.structs.replace(engine.info, paces=paces)
+        loads_s = {model: float(seconds) for model, seconds in own.get("loads_s", {}).items()}
+        engine.info = msgspec.structs.replace(engine.info, paces=paces, loads_s=loads_s)
         if engine.slots is not None and own["slots"] is not None:
             engine.slots.restore(own["slots"])

@@ -206,10 +206,13 @@ class Calls:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def began(self, in_flight: InFlightCall) -> None:
-        """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted."""
-        if self._scheduler.preempts:
-            self._driver.step(AnswerBegan(in_flight.request.id))
+    def began(self, in_flight: InFlightCall, *, first_token: bool = False) -> None:
+        """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted. The time of a
+        stream's first token also tells how long an engine takes to load a model.
+        """
+        request_id = in_flight.request.id
+        if self._scheduler.preempts or (first_token and self._scheduler.learns_loads(request_id)):
+            self._driver.step(AnswerBegan(request_id))
 
     def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
         """Take note of how a call has ended on its engine."""

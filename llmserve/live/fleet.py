@@ -179,7 +179,7 @@ class Fleet:
         for handle in self.handles.values():
             names = self._names(handle) if handle.up else handle.info.models
             if names != handle.info.models:
-                handle.info = msgspec.structs.replace(handle.info, models=names)
+                handle.info = msgspec.structs.replace(handle.info, models=names, weights=self._weights(handle))
                 if handle.ready:
                     self._notify(EngineReady(handle.info))
 
@@ -364,7 +364,17 @@ class Fleet:
                 for model, profile in self._profiles.items()
                 if model == "" or model in handle.models
             },
+            models_at_once=handle.models_at_once,
+            loaded=health.told.loaded if handle.models_at_once else None,
+            weights=self._weights(handle),
         )
+
+    def _weights(self, handle: EngineHandle) -> dict[str, str]:
+        """The model of each route queue, for an engine that loads models on demand."""
+        if not handle.models_at_once:
+            return {}
+        route_queues = self._route_queues.on(handle.name, handle.models, handle.endpoints)
+        return {route_queue.name: route_queue.model for route_queue in route_queues}
 
     async def suspect(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None:
         """Find out whether an engine is down after it failed a request of this model."""

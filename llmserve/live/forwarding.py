@@ -47,8 +47,8 @@ class Owner(Protocol):
 
     def now_s(self) -> float: ...
 
-    def began(self, in_flight: InFlightCall) -> None:
-        """The client gets the first byte of the answer."""
+    def began(self, in_flight: InFlightCall, *, first_token: bool = False) -> None:
+        """The client gets the first byte of the answer. first_token : the byte is of the first token of a stream"""
         ...
 
     def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
@@ -303,7 +303,7 @@ class Forwarding:
 
     def _begin(self, body: bytes | None) -> None:
         self._delivery.begin(self._head(body))
-        self._owner.began(self.in_flight)
+        self._owner.began(self.in_flight, first_token=body is None)
 
     def _head(self, body: bytes | None) -> Head:
         answer, receipt = self._answer, self.in_flight.receipt

@@ -18,6 +18,7 @@ class EngineHandle:
     models     served models of the engine's last list, by id
     endpoints  of the engine when last up
     probed     the last answer to a probe
+    models_at_once  models that it was seen to have loaded at once, where it loads them on demand; else 0
     running    calls on the engine, by request id
     empty      set while no call runs
     trouble    message of the last failed probe; "": the last one did not fail
@@ -32,6 +33,7 @@ class EngineHandle:
         self.models: Listed = {}
         self.endpoints = Endpoints()
         self.probed = Health(())
+        self.models_at_once = 0
         self.probes_failed = 0
         self.trouble = ""
         self.running: dict[int, InFlightCall] = {}
@@ -85,6 +87,9 @@ class EngineHandle:
 
     def answer(self, probed: Health) -> None:
         """Note a probe's answer."""
+        before = self.models_at_once if probed.program == self.probed.program else 0
+        seen = max(1, len(probed.told.loaded or ()))
+        self.models_at_once = max(before, seen) if probed.program.dialect.swaps_models else 0
         self.probed, self.probes_failed, self.trouble = probed, 0, ""
 
     def add(self, in_flight: InFlightCall) -> None:

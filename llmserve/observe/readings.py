@@ -100,6 +100,13 @@ class SchedulerReading:
             for model, pace in sorted(engine.paces.items())
         ]
 
+    def model_loads(self) -> Rows:
+        return [
+            ((name, model), seconds)
+            for name, engine in self._engines
+            for model, seconds in (sorted(engine.loaded.loads_s.items()) if engine.loaded is not None else ())
+        ]
+
 
 class EnergyReading:
     """Joules at one scrape.

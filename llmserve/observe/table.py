@@ -199,6 +199,12 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         SchedulerReading.paces,
         *("engine", "model"),
     ),
+    _read(
+        "engine_model_load_seconds",
+        "Seconds that the engine takes to load a model, where models share its memory in turn; `load_s` of a plan",
+        SchedulerReading.model_loads,
+        *("engine", "model"),
+    ),
     _read("engines_wanted", "Engines that the model's requests need, by forecasts", SchedulerReading.wanted, "model"),
     _read(
         "prediction_trusted",

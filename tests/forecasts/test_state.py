@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from front import Front, until
@@ -26,12 +27,17 @@ from server_process import Server, failed_start
 
 from bins.edges import equal_mass_edges
 from llmserve.calls.origins import Origin, Origins
+from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
+from llmserve.forecasts.learned_parts import engines_state, restore_engines
 from llmserve.forecasts.saver import Saver
 from llmserve.forecasts.state_file import StateFile, decoded, encoded, opened
 from llmserve.gateway.parse import PREDICTED_HEADER
 from llmserve.live import journal
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import AnswerBegan, EngineReady, RequestArrived
+from llmserve.scheduling.scheduler import Scheduler
 from llmserve.server.serving import serving
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.policies import SchedulingConfig
@@ -567,3 +573,22 @@ def test_a_state_of_other_responses_is_refused_as_a_whole(rows: Any) -> None:
         origins.restore({"responses": rows})
     origins.restore({"responses": [["resp_1", "engine", "alice"]]})
     assert origins.get("resp_1") == Origin("engine", "alice")
+
+
+def test_the_time_of_a_load_is_known_again() -> None:
+    info = EngineInfo("127.0.0.1:9", 1, False, models=("a", "b"), models_at_once=1)
+
+    def started(engine: OpenAIEngine) -> Scheduler:
+        scheduler = SchedulingConfig().resolved(barrier=False).scheduler()
+        scheduler.handle(EngineReady(msgspec.structs.replace(info, loads_s=engine.info.loads_s)), 0.0)
+        return scheduler
+
+    engine = OpenAIEngine(info, "http://127.0.0.1:9")
+    first = started(engine)
+    first.handle(RequestArrived(Request(1, model="a")), 0.0)
+    first.handle(AnswerBegan(1), 7.0)
+    again = OpenAIEngine(info, "http://127.0.0.1:9")
+    restore_engines([again], engines_state([engine], first))
+    loaded = started(again).engines[info.name].loaded
+    assert loaded is not None
+    assert loaded.loads_s == {"a": 7.0}

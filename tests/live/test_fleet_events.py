@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from calls import a_call
 from front import until
 
 from llmserve.calls.in_flight import InFlightCall
+from llmserve.engines.dialects import OLLAMA, Program, Told
 from llmserve.engines.engine import EngineError, Health, ServedModel
 from llmserve.live.fleet import Fleet
 from llmserve.live.handle import EngineHandle
+from llmserve.live.route_queues import RouteQueue
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineLost, EngineReady, Event
 from llmserve.settings.tree import LiveConfig
@@ -154,3 +157,29 @@ async def test_a_removed_engine_is_forgotten_when_its_last_request_has_ended() -
         assert one.heard[2:] == [EngineLost("e", (), planned=True, expected=False)]
         assert not one.fleet.handles
         assert not one.fleet.models
+
+
+async def test_an_engine_that_loads_models_on_demand_says_which_it_has_and_shows_how_many_it_can_have() -> None:
+    def has(*loaded: str) -> Health:
+        return replace(lists("a", "b"), told=Told(loaded=loaded), program=Program(OLLAMA))
+
+    async with watched(has("a")) as one:
+        await one.probed(has("b"))
+        await one.probed(has("b", "a"))
+        await one.probed(has("a"))
+    infos = [event.engine for event in one.heard if isinstance(event, EngineReady)]
+    assert [(info.models_at_once, info.loaded) for info in infos] == [
+        (1, ("a",)),
+        (1, ("b",)),
+        (2, ("b", "a")),
+        (2, ("a",)),
+    ]
+
+
+async def test_a_route_queue_of_an_engine_that_loads_models_names_its_model() -> None:
+    async with watched(replace(lists("a"), program=Program(OLLAMA))) as one:
+        one.fleet.open_route_queue(RouteQueue("a", path="/v1/embeddings"))
+        assert one.handle.info.weights == {"a /v1/embeddings": "a"}
+    async with watched(lists("a")) as one:
+        one.fleet.open_route_queue(RouteQueue("a", path="/v1/embeddings"))
+        assert (one.handle.info.weights, one.handle.info.models_at_once) == ({}, 0)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -112,6 +113,29 @@ async def test_each_model_is_answered_by_the_engines_that_serve_it(start_front: 
     assert journal.replay(front.cluster.journal.header, front.cluster.journal.steps) == list(
         front.cluster.journal.steps
     )
+
+
+async def test_the_time_of_a_load_is_learnt_from_streams_and_is_in_the_metrics(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01, model="a", others={"b": FakePace(0.01, 0.2)}, slots=2) as engine:
+        front = await start_front(engine, slots=2)
+        info = front.cluster.scheduler.engines[name_of(engine)].info
+        await ask_stream(front, "a")
+        assert events(front, AnswerBegan) == [], "an engine that has all models has nothing to tell"
+        front.cluster.calls._driver.step(EngineReady(msgspec.structs.replace(info, models_at_once=1)))
+        for model in ("a", "a", "b", "b"):
+            await ask_stream(front, model)
+        await ask(front, "b", max_tokens=2)
+        assert [event.request_id for event in events(front, AnswerBegan)] == [2, 3, 4, 5], "of streams only"
+        loads_s = await scrape(front, "llmserve_engine_model_load_seconds")
+        assert {labels[-1] for labels in loads_s} == {"a", "b"}
+        check(front.cluster.scheduler)
+    steps = list(front.cluster.journal.steps)
+    assert journal.replay(front.cluster.journal.header, steps) == steps
+
+
+async def ask_stream(front: Front, model: str) -> None:
+    async with front.post(model=model, max_tokens=3, stream=True) as response:
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_known_model_whose_engines_are_down_is_503_and_the_others_go_on(start_front: StartFront) -> None:
