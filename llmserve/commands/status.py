@@ -35,10 +35,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _groups(report: dict[str, Any]) -> Table:
-    table = Table("group", "models", "workers", "waiting")
+    table = Table("group", "models", "workers", "engines", "waiting")
     for group in report["groups"]:
         waiting = "?" if group["waiting"] is None else str(group["waiting"])
-        table.add_row(group["name"], ", ".join(group["models"]), ", ".join(group["workers"]), waiting)
+        engines = ", ".join([f"{count} {kind}" for kind, count in group["engines"].items()])
+        table.add_row(group["name"], ", ".join(group["models"]), ", ".join(group["workers"]), engines, waiting)
     return table
 
 

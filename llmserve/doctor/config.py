@@ -19,6 +19,10 @@ from llmserve.spelling import nearest
 CHARS_PER_TOKEN = 4.0  # of English prompts, about
 BY_LENGTH = ("shortest", "boost")
 BY_DEADLINE = ("edf", "flex", "clockwork")
+REMEDIES = {  # by the code of an engine's error
+    "engine_auth": "Give the engine's key: --engine-api-key, or LLMSERVE_ENGINE_API_KEY.",
+    "engine_priority": "Start it with such a scheduler, or leave --engine-priority out.",
+}
 Probed = dict[str, Health | EngineError]
 """The health of each engine by URL, or why it has none."""
 
@@ -67,9 +71,7 @@ def engine_findings(config: Config, probed: Probed) -> Iterator[Finding]:
     guessed = config.engines.slots is None and not config.engines.barrier
     for name, health in probed.items():
         if isinstance(health, EngineError):
-            remedy = "Start it, or correct its URL."
-            if health.code == "engine_auth":
-                remedy = "Give the engine's key: --engine-api-key, or LLMSERVE_ENGINE_API_KEY."
+            remedy = REMEDIES.get(health.code or "", "Start it, or correct its URL.")
             yield Finding("wrong", "engine_down", f"{_capital(str(health))}.", remedy)
         elif not health.models:
             yield Finding("wrong", "no_model", f"Engine {name} lists no model.", "Start it with a model.")

@@ -334,7 +334,8 @@ class Prober:
         if self._by_priority and priority is Priority.NONE:
             raise EngineError(
                 f"engine {self._name} is {dialect.name}, whose scheduler does not go by priority: start it with one "
-                "that does (SGLang: --enable-priority-scheduling), or this server without --engine-priority"
+                "that does (SGLang: --enable-priority-scheduling), or this server without --engine-priority",
+                code="engine_priority",
             )
         self.sign = SIGNS[priority]
 

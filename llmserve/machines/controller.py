@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -356,6 +357,7 @@ class Controller:
         """What runs, where, and how much waits."""
         groups = [group.name for group in self.desired.plan.groups]
         queues = await asyncio.gather(*(self.ask(f"group-{name}", "/admin/queue") for name in groups))
+        engines = await asyncio.gather(*(self.ask(f"group-{name}", "/admin/engines") for name in groups))
         return {
             "name": self.desired.file.name,
             "engines_wanted": self._peers.wanted,
@@ -365,9 +367,10 @@ class Controller:
                     "name": group.name,
                     "models": list(group.models),
                     "workers": sorted(worker for worker, owner in self._moves.holders.items() if owner == group.name),
+                    "engines": {} if told is None else _kinds(told["engines"]),
                     "waiting": None if queue is None else queue["waiting"],
                 }
-                for group, queue in zip(self.desired.plan.groups, queues, strict=True)
+                for group, queue, told in zip(self.desired.plan.groups, queues, engines, strict=True)
             ],
         }
 
@@ -390,3 +393,8 @@ class Controller:
             for name in wanted
         )
         return self._settled and kinds >= {"engine", "group", "gateway"} and running
+
+
+def _kinds(engines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many engines of each kind a group has."""
+    return dict(Counter(engine.get("kind") or "not up yet" for engine in engines))

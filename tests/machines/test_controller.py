@@ -132,7 +132,10 @@ async def test_a_cluster_serves_follows_another_plan_and_survives_kills(tmp_path
         await cluster.until(lambda: controller.statuses["group-left"].restarts == 1)
         assert "SIGKILL" in controller.statuses["group-left"].last_end
         async with asyncio.timeout(START_S):
-            while {group["waiting"] for group in (await controller.report())["groups"]} != {0}:  # noqa: ASYNC110
+            while True:
+                groups = (await controller.report())["groups"]
+                if [(group["waiting"], set(group["engines"])) for group in groups] == [(0, {"vLLM"})] * 2:
+                    break
                 await asyncio.sleep(0.1)
 
 
