@@ -60,8 +60,12 @@ class PromptTokensByModel:
         return (self._by_model.get(call.model) or PromptTokens()).estimate(call)
 
     def observe(self, call: Call, tokens: int) -> None:
-        self._by_model.setdefault(call.model, PromptTokens()).observe(call, tokens)
-        self._by_model.move_to_end(call.model)
+        model = call.model
+        sizes = self._by_model.get(model)
+        if sizes is None:
+            sizes = self._by_model[model] = PromptTokens()
+        sizes.observe(call, tokens)
+        self._by_model.move_to_end(model)
         if len(self._by_model) > self._models_max:
             self._by_model.popitem(last=False)
 

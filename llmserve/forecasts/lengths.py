@@ -17,6 +17,8 @@ from predictor.prompt import Prompt
 
 PROMPT_TOKENS = 1.0
 """What a request without an answer counts as in an order by lengths: an engine reads a prompt in a step."""
+WHOLE = 1.5 * 2.0**52
+"""A float of less than 2**51, plus and less this, is a whole number, rounded as by `round`."""
 Taught = Literal["nothing", "templates", "words"]
 """What an answer teaches, to save time: nothing, its templates, or its templates and its words."""
 
@@ -183,5 +185,5 @@ def _most(call: Call, model: ServedModel | None) -> float | None:
 
 
 def _rounded(forecast: LengthForecast) -> Forecast:
-    # `round(length, 1)` takes five times as long.
-    return forecast.median, tuple([round(10.0 * length) / 10.0 for length in forecast.lengths])
+    # `round(length, 1)` takes many times as long, and even `round(10.0 * length)` would be a hundredth of a request.
+    return forecast.median, tuple([(10.0 * length + WHOLE - WHOLE) / 10.0 for length in forecast.lengths])

@@ -16,6 +16,7 @@ from llmserve.gateway.draft import Draft
 from llmserve.gateway.endpoints import Endpoint
 from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
 from llmserve.gateway.stages import Admission, is_large
+from llmserve.http.exchange import CONTROL
 from llmserve.request import Call
 from llmserve.tenants.keys import GATEWAY
 from llmserve.tenants.limits import Account
@@ -31,6 +32,11 @@ from llmserve.wire.headers import (
 
 if TYPE_CHECKING:
     from llmserve.live.cluster import LiveCluster
+
+REQUEST_ID = b"x-request-id: %b\r\n"  # the client's, if sent
+_LINES = f"{BIN_HEADER}: %d\r\n{BATCH_HEADER}: %d\r\n{QUEUE_HEADER}: %.1f\r\n{ENGINE_HEADER}: %b\r\n"
+RECEIPT = REQUEST_ID + _LINES.encode()
+PREDICTED = f"{PREDICTED_HEADER}: %.0f\r\n".encode()
 
 BeginTrace = Callable[[Call, ClientExchange], Trace | None]
 """Begins to trace a request; None: this one is not traced."""
@@ -107,23 +113,11 @@ class Completions:
                 exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.estimator)
 
 
-def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
-    """Return the headers that describe how the front-end served a call."""
-    headers = [
-        request_id_header(receipt.request_id, call),
-        (BIN_HEADER.encode(), b"%d" % receipt.bin),
-        (BATCH_HEADER.encode(), b"%d" % receipt.batch),
-        (QUEUE_HEADER.encode(), b"%.1f" % receipt.queue_ms),
-        (ENGINE_HEADER.encode(), receipt.engine.encode()),
-    ]
-    if receipt.predicted_tokens is not None:
-        headers.append((PREDICTED_HEADER.encode(), b"%.0f" % receipt.predicted_tokens))
-    return headers
-
-
-def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
-    """Return x-request-id: the client's, if sent."""
-    return b"x-request-id", request_name(request_id, call).encode()
+def receipt_lines(receipt: Receipt, call: Call) -> bytes:
+    """The lines of an answer's head that say how the front-end served its call."""
+    name, engine = request_name(receipt.request_id, call).encode(), receipt.engine.encode()
+    lines = RECEIPT % (name, receipt.bin, receipt.batch, receipt.queue_ms, engine.translate(None, CONTROL))
+    return lines if receipt.predicted_tokens is None else lines + PREDICTED % receipt.predicted_tokens
 
 
 class _Answer:
@@ -145,25 +139,26 @@ class _Answer:
         await self._exchange.writable()
 
     def begin(self, head: Head) -> None:
-        if self._exchange.started:  # by a comment, with status 200
+        exchange = self._exchange
+        if exchange.started:  # by a comment, with status 200
             if head.body is not None:
                 self._write_error(error_of_body(head.status, head.body), head.receipt)
             return
+        exchange.common_headers += receipt_lines(head.receipt, self._call)
         headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
-        headers += receipt_headers(head.receipt, self._call)
         if self._account.is_limited:
             headers += self._account.headers(self._call.model)
         if head.retry_after is not None:
             headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
         headers += head.headers
         if head.body is not None:
-            self._exchange.respond(head.status, headers, head.body)
+            exchange.respond(head.status, headers, head.body)
             return
         told = dict(head.headers)
         headers += [(name, value) for name, value in STREAM_HEADERS if name not in told]
-        self._exchange.start(head.status, headers, None)
+        exchange.start(head.status, headers, None)
         if not head.content_type.startswith(EVENT_STREAM):
-            self._exchange.on_silence = None
+            exchange.on_silence = None
 
     def end(self) -> None:
         self._exchange.end()
@@ -174,7 +169,7 @@ class _Answer:
             return
         status, headers, body = error_parts(error, self._exchange.state.form)
         if receipt is not None:
-            headers += receipt_headers(receipt, self._call)
+            self._exchange.common_headers += receipt_lines(receipt, self._call)
         self._exchange.respond(status, headers, body)
 
     def _write_error(self, body: dict[str, Any], receipt: Receipt | None) -> None:
@@ -189,8 +184,9 @@ class _Answer:
         if in_flight.measured.usage is not None and in_flight.measured.usage.in_parts:
             return
         if not self._exchange.started:
+            self._exchange.common_headers += REQUEST_ID % request_name(in_flight.request.id, self._call).encode()
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
-            self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
+            self._exchange.start(200, headers, None)
         silence = Silence(
             comment_of(estimator.position_of(in_flight), running=in_flight.answering is not None),
             in_flight.delivery.answered,

@@ -9,7 +9,7 @@ import asyncio
 import importlib.util
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llmserve.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
@@ -47,15 +47,14 @@ class Unpacker:
         self._bytes_max = bytes_max
         self._gate = asyncio.Lock()
 
-    async def unpack(self, exchange: Exchange[Any]) -> None:
+    async def unpack(self, exchange: Exchange[Any], codings: Sequence[str]) -> None:
         """Put the unpacked body in the place of the packed one. Raises RequestError, or Refusal."""
-        codings = codings_of(exchange)
         async with self._gate:
             body = await asyncio.to_thread(unpacked, exchange.body, codings, self._bytes_max)
         exchange.replace_body(body)
 
 
-def unpacked(data: bytes, codings: list[str], bytes_max: int) -> bytes:
+def unpacked(data: bytes, codings: Sequence[str], bytes_max: int) -> bytes:
     """Raises BadRequest, or BodyTooLarge as soon as it is."""
     for coding in reversed(codings):
         out = bytearray()

@@ -17,7 +17,8 @@ def check_served(name: str, bounds: Bounds, cluster: LiveCluster) -> None:
     """Raise ModelNotFound for a model that no engine has or is to have; as `check_fits` where engines have it."""
     model = cluster.models.get(name)
     if model is not None:
-        check_fits(bounds, model, cluster.fleet.infos_of(name))
+        if bounds.tokens_min > 1:
+            check_fits(bounds, model, cluster.fleet.infos_of(name))
     elif not cluster.fleet.may_come(name):
         raise model_not_found(name, cluster.models)
 
@@ -27,8 +28,6 @@ def check_fits(bounds: Bounds, model: ServedModel, engines: Iterable[EngineInfo]
 
     engines : those that serve the model; one whose cache has an unknown size may hold anything
     """
-    if bounds.tokens_min <= 1:
-        return
     if model.context_tokens is not None and bounds.context_min > model.context_tokens:
         raise _refusal(bounds, bounds.context_min, f"the model's context of {model.context_tokens:,}")
     sizes = [engine.tokens_max for engine in engines]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmserve.settings.tree import ApiConfig
 
 FORWARDED_CHARS_MAX = 256
+TERMS = (SLO_HEADER, PREDICTED_HEADER, STREAM_HEADER, RECEIPT_HEADER)
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
 SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
 USAGE_FIELD = b'"stream_options":{"include_usage":true},'
@@ -81,11 +82,9 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits) -> None:
         ids + choices * least,
         math.ceil(ids / read.prompts) + least,
     )
-    draft.slo_s = _slo_s(headers)
-    draft.predicted_tokens = _positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31)
-    draft.stream_name = _stream_name(headers.get(STREAM_HEADER))
     draft.tier, draft.priority = body.tier, body.level
-    draft.receipt = _flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER))
+    if not headers.keys().isdisjoint(TERMS):
+        _read_terms(draft, headers)
     draft.prompt, draft.opening, draft.previous = read.prompt, read.opening, body.previous_response_id or ""
     passed = _forwarded(headers, endpoint.headers)
     draft.wire = Wire(endpoint.path, sent, stream, written, passed, "", endpoint.form)
@@ -104,6 +103,14 @@ def _read_prompt(draft: Draft, reads: PromptFields | FormFile, limits: BodyLimit
     draft.prompt, draft.opening = read.prompt.prompt, read.prompt.opening
     passed = _forwarded(headers, endpoint.headers)
     draft.wire = Wire(endpoint.path, data, read.stream, None, passed, read.content_type, endpoint.form)
+
+
+def _read_terms(draft: Draft, headers: Mapping[str, str]) -> None:
+    """Fill in what the client's headers say of an answer. Raises BadRequest."""
+    draft.slo_s = _slo_s(headers)
+    draft.predicted_tokens = _positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31)
+    draft.stream_name = _stream_name(headers.get(STREAM_HEADER))
+    draft.receipt = _flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER))
 
 
 def _slo_s(headers: Mapping[str, str]) -> float | None:
@@ -226,6 +233,8 @@ def _flag(header: str, text: str | None) -> bool:
 
 def _forwarded(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Return the client's headers that are sent to the engine. Too long or unprintable headers are dropped."""
+    if headers.keys().isdisjoint(names):
+        return ()
     return tuple([(name, value) for name in names if (value := headers.get(name)) and _is_plain(value)])
 
 

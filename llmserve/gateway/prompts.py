@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -140,8 +140,10 @@ def _token_ids(prompt: bytes) -> tuple[int, int, str]:
     return ids, 1 if flat else prompts, opening.decode()
 
 
-def _first_characters(parts: Iterable[str]) -> str:
-    """Join the parts with newlines and return the first OPENING_CHARS. Reads no more parts than necessary."""
+def _first_characters(parts: Sequence[str]) -> str:
+    """Join the parts with newlines and return the first OPENING_CHARS. Joins no more parts than necessary."""
+    if sum(map(len, parts)) + len(parts) <= OPENING_CHARS:
+        return "\n".join(parts)
     lines: list[str] = []
     remaining = OPENING_CHARS
     for part in parts:

@@ -217,9 +217,7 @@ def default_deadline(deadlines: DefaultDeadlines) -> Stage:
 
 def _share(draft: Draft, name: str) -> None:
     assert draft.account is not None, "a client's request has an account"
-    share, weight = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
-    if share != draft.share or weight != draft.weight:  # a journal leaves a default out only if it is the very object
-        draft.share, draft.weight = share, weight
+    draft.share, draft.weight = share_of(name, draft.account.policy, draft.key, draft.tier, draft.priority)
 
 
 def share_of_key(draft: Draft) -> None:

@@ -34,7 +34,7 @@ class Buffers:
         """Count bytes of a body. Returns the refusal of a holder that would have too many, which are counted, too."""
         self.body_bytes += size
         self.kept[holder] = held = self.kept.get(holder, 0) + size
-        if held <= self.free_bytes:
+        if held <= self.bytes_max - self.body_bytes - self.unread_bytes:
             return None
         return Refusal(503, "buffers_full", "too many bytes of your requests are in flight", retry_after_s=1.0)
 

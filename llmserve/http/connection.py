@@ -57,6 +57,7 @@ class Connection:
         self.transport = transport
         self.peer = f"{peer[0]}:{peer[1]}" if peer else ""
         self.holder = self._address = peer[0] if peer else ""
+        self._is_proxied = bool(shared.limits.trusted_proxies)  # perhaps: then a request tells its client's address
         self.out = Outflow(transport, now_s)
         self.due_s = now_s + HEAD_S
         self.half_closed = False
@@ -215,7 +216,7 @@ class Connection:
         if error is not None:
             return error
         if not exchange.holder:
-            exchange.holder = exchange.address if limits.trusted_proxies else self._address
+            exchange.holder = exchange.address if self._is_proxied else self._address
         self.holder = exchange.holder
         if body_bytes > UNREAD_BODY_BYTES_MAX and not exchange.keeps_body:
             return too_large(exchange, limits.body_bytes_max)

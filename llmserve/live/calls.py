@@ -29,7 +29,7 @@ from llmserve.live.forwarding import Forwarding
 from llmserve.live.handle import EngineHandle
 from llmserve.live.reports import error_of
 from llmserve.live.routes import Routes
-from llmserve.request import Batch, Call, Request
+from llmserve.request import EVEN, LAST, Batch, Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     AnswerBegan,
@@ -309,9 +309,9 @@ def request_of(
     queue : where it waits.  secret : key of the hashes.  by_prefix : whether prefixes matter
     """
     call, (predicted, quantiles) = in_flight.call, forecast
-    deadline_s = call.deadline_s
-    if deadline_s is None and call.terms.slo_s is not None:
-        deadline_s = in_flight.arrived_at_s + call.terms.slo_s
+    terms, deadline_s = call.terms, call.deadline_s
+    if deadline_s is None and terms.slo_s is not None:
+        deadline_s = in_flight.arrived_at_s + terms.slo_s
     return Request(
         in_flight.request.id,
         predicted,
@@ -321,10 +321,10 @@ def request_of(
         call.bounds.choices,
         prefix_hashes(call.opening, secret) if by_prefix else (),
         queue,
-        call.terms.stream_name,
+        terms.stream_name,
         sender_hash(call, secret),
-        call.terms.share,
-        call.terms.weight,
-        call.terms.background,
-        call.terms.after_tokens,
+        terms.share,
+        EVEN if terms.weight == EVEN else terms.weight,  # a journal leaves out this very object, not its equals
+        terms.background,
+        LAST if terms.after_tokens == LAST else terms.after_tokens,
     )

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from llmserve.errors import ConfigError
+from llmserve.request import EVEN
 from llmserve.runtime.private_file import warn_if_shared
 from llmserve.settings.load import takes
 from llmserve.spelling import nearest
@@ -61,7 +62,7 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
     priority  least and largest `priority` that the key may ask for; None: none
     """
 
-    weight: float = 1.0
+    weight: float = EVEN
     limits: Limits = Limits()
     budgets: Budgets = Budgets()
     models: Mapping[str, Limits] = {}
@@ -188,7 +189,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a key's table that are neither limits nor budgets."""
 
     key: str
-    weight: Positive = 1.0
+    weight: Positive = EVEN
     tiers: tuple[Tier, ...] = KeyPolicy().tiers
     priority: tuple[int, int] | None = None
     models: dict[str, Any] = {}

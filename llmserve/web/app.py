@@ -64,35 +64,33 @@ class App:
         else:
             self._site.enter(exchange)
         if HEADER in exchange.headers and exchange.keeps_body:
-            codings_of(exchange)
+            exchange.state.codings = codings_of(exchange)
 
     def handle(self, exchange: ClientExchange) -> None:
-        if HEADER in exchange.headers and exchange.keeps_body:
+        state = exchange.state
+        if state.codings:
             self._run(self._handle_packed(exchange))
-        else:
-            self._handle(exchange)
-
-    async def _handle_packed(self, exchange: ClientExchange) -> None:
-        try:
-            await self._unpacker.unpack(exchange)
-        except Exception as error:
-            exchange.refuse(error)
-        else:
-            if not exchange.ended:
-                self._handle(exchange)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._unpacking.add(task)
-        task.add_done_callback(self._unpacking.discard)
-
-    def _handle(self, exchange: ClientExchange) -> None:
-        if exchange.state.form is not None:
+        elif state.form is not None:
             self._completions.complete(exchange)
         elif exchange.method == "OPTIONS":
             self._answer_options(exchange)
         else:
             self._site.handle(exchange)
+
+    async def _handle_packed(self, exchange: ClientExchange) -> None:
+        try:
+            codings, exchange.state.codings = exchange.state.codings, ()
+            await self._unpacker.unpack(exchange, codings)
+        except Exception as error:
+            exchange.refuse(error)
+        else:
+            if not exchange.ended:
+                self.handle(exchange)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._unpacking.add(task)
+        task.add_done_callback(self._unpacking.discard)
 
     def _answer_options(self, exchange: ClientExchange) -> None:
         """Tell browsers what pages may send, and load balancers that the server lives."""
