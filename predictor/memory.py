@@ -19,8 +19,9 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from statistics import NormalDist
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from bins.calibration import midpoints
@@ -266,7 +267,7 @@ def _restored(states: list[State], size: int, least: int) -> list[tuple[bytes, N
     return entries
 
 
-class KeyForecast(NamedTuple):
+class KeyForecast(msgspec.Struct, frozen=True):
     """A key's own forecast, and the standing forecast without this key."""
 
     key: bytes
@@ -274,7 +275,7 @@ class KeyForecast(NamedTuple):
     standing: Logs
 
 
-class Verdict(NamedTuple):
+class Verdict(msgspec.Struct, frozen=True):
     """The final forecast, its source, and the forecast of each key; () and "" when nothing is known.
 
     overruled : keys coarser than the application or template whose forecast stands; () for other sources.

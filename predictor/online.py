@@ -14,7 +14,8 @@ Pure: no clock, no randomness, no I/O. Not thread-safe.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+
+import msgspec
 
 from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
 from predictor.prediction import Prediction
@@ -35,7 +36,7 @@ FORESEEN = 0.1
 __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
 
-class _Trace(NamedTuple):
+class _Trace(msgspec.Struct, frozen=True):
     """How a forecast was made, for learning from the answer's length."""
 
     kind: tuple[str, bool, bool]  # model; has stop strings; the predictor gives one length only
@@ -137,8 +138,8 @@ class OnlineLearner:
         trace = forecast._trace
         features, encoded = (trace.text.features, trace.text.encoded) if trace.text else (None, b"")
         later = self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features, encoded)
-        verdict = later._trace.verdict._replace(by_key=trace.verdict.by_key)
-        return replace(later, _trace=later._trace._replace(verdict=verdict))
+        verdict = msgspec.structs.replace(later._trace.verdict, by_key=trace.verdict.by_key)
+        return replace(later, _trace=msgspec.structs.replace(later._trace, verdict=verdict))
 
     def _forecast(
         self,

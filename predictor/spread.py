@@ -10,6 +10,7 @@ far as it is chance (recalibration.py). They are the same for all forecasts of a
 """
 
 import math
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -89,6 +90,7 @@ class Spread:
         self._ratios = ratios.tolist()
 
 
+@lru_cache(maxsize=16)  # the width changes only where an answer is learnt
 def normal_ratios(width: float) -> list[float]:
     """As `Spread.ratios`, of a normal distribution."""
     return [math.exp(min(width * normal, Z_MAX)) for normal in _NORMAL_LIST]

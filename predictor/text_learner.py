@@ -14,8 +14,8 @@ Pure: no clock, no I/O, no randomness. Not thread-safe.
 """
 
 import math
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,7 +45,7 @@ UNCOUNTED_LEARNT = 30
 _PER_ABSOLUTE = math.sqrt(math.pi / 2)  # standard deviation of a normal distribution over its mean absolute error
 
 
-class TextForecast(NamedTuple):
+class TextForecast(msgspec.Struct, frozen=True):
     """words : w x.  base : b.
     predicted : the predictor's z, if any.  encoded : the prompt's features from its encoder.  correction : by them.
     middle : w x + b, or its mixture with `predicted`.  width : of the normal distribution of z around `middle`.

@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from papers.shepherd.worker import SimulatedWorker
 
 from bins.profile import StepTimes
+from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import JournalError
 from llmserve.live import journal
+from llmserve.live.calls import request_of
 from llmserve.live.journal import Header, Journal, Step
-from llmserve.request import EngineInfo, Request
+from llmserve.request import Call, EngineInfo, Request, Wire
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import (
     EngineReady,
@@ -20,6 +23,9 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
+from llmserve.wire.terms import forwarded_terms
+from predictor.prompt import Prompt
+from tests.kit.reader import Reader
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
 
@@ -198,3 +204,15 @@ def test_a_file_that_cannot_be_opened_is_an_error() -> None:
         journal.read(Path("/nowhere/journal"))
     with pytest.raises(JournalError, match="cannot write"):
         Journal(HEADER, path=Path("/nowhere/journal"))
+
+
+async def test_a_default_weight_stays_out_of_a_journal_whoever_has_told_it() -> None:
+    terms = forwarded_terms('{"weight":1.0,"after_tokens":0.0}')
+    in_flight = InFlightCall(Call(Wire("/v1/chat/completions", b""), Prompt("hello"), terms=terms), 1, Reader())
+    request = request_of(in_flight, (5.0, ()), 2.0, "", b"", by_prefix=False)
+    assert msgspec.json.decode(msgspec.json.encode(request)).keys() == {
+        "id",
+        "predicted_tokens",
+        "prompt_tokens",
+        "sender",
+    }
