@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.engines.engine import Headers
+from llmserve.engines.engine import EngineError, Headers
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestEnded
@@ -131,7 +131,23 @@ class Trace(Protocol):
 
 
 class Answering(Protocol):
-    """The answer that an engine gives a call now (live/forwarding.py)."""
+    """The answer that an engine gives a call now (live/forwarding.py).
+
+    turn  of the batch, for an engine that goes by priority; else 0
+    """
+
+    turn: float
+
+    @property
+    def heard_s(self) -> float | None:
+        """On the event loop's clock, when the last sign of the answer came, or the request was sent; None: that says
+        nothing of the engine now.
+        """
+        ...
+
+    def lose(self, error: EngineError) -> None:
+        """Give up the answer, which the engine has lost; its end follows."""
+        ...
 
     def stop(self) -> None:
         """Abort the request; its end follows."""

@@ -21,9 +21,10 @@ class EngineError(Exception):
     unreachable  no process listens on the engine's port: the engine is down, not only this request
     local        this process has no socket left: the engine is not to blame
     code         of the error for the client, when no other engine answers; None: the general one
-    late         an answer of a request that was sent has passed a limit of time: the engine may still work on it
+    late         an answer to a request, or to a probe, has passed a limit of time: the engine may still work on it
     answered     the engine has answered, in a way that cannot be passed on: it would work for nothing once more
     refused      the engine has declined the request, and another may take it
+    lost         the engine does not work on the request any more, although it goes on with others
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class EngineError(Exception):
         late: bool = False,
         answered: bool = False,
         refused: bool = False,
+        lost: bool = False,
     ) -> None:
         super().__init__(message)
+        self.lost = lost
         self.unreachable = unreachable
         self.local = local
         self.code = code
@@ -56,9 +59,9 @@ def no_answer(name: str, error: HttpError) -> EngineError:
     """Only a refused connection means unreachable; a timeout does not."""
     if error.local:
         return EngineError(f"this server has no socket left for engine {name}: {error}", local=True)
-    if error.late:
+    if error.late and error.late != "probe":
         return late_error(name, error)
-    return EngineError(f"engine {name} does not answer: {error}", unreachable=error.refused)
+    return EngineError(f"engine {name} does not answer: {error}", unreachable=error.refused, late=bool(error.late))
 
 
 class Endpoints:
@@ -139,6 +142,9 @@ class Answer(Protocol):
     headers      further ones for the client, with lower-case names
     complete     the whole body has arrived; parts of it may wait to be taken
     served       fields of the receipt that the engine knows better: it is a server of llmserve itself
+
+    heard_s      on the event loop's clock, when the last sign of the answer came, or the request was sent; None: that
+                 says nothing of the engine now
     """
 
     status: int
@@ -149,6 +155,9 @@ class Answer(Protocol):
 
     @property
     def complete(self) -> bool: ...
+
+    @property
+    def heard_s(self) -> float | None: ...
 
     def arrived(self) -> bool:
         """Whether the status and the headers are there."""

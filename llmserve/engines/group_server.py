@@ -40,6 +40,11 @@ class GroupAnswer(HttpAnswer):
         super()._read_head(response)
         self.served = _served(response)
 
+    @property
+    def heard_s(self) -> None:
+        """A group has a queue of its own order, and finds itself what its engines have lost."""
+        return
+
     def stalled(self) -> None:
         """A group's comments say that the request waits in its queue."""
 

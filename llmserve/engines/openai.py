@@ -62,6 +62,10 @@ class HttpAnswer:
     def complete(self) -> bool:
         return self._response.complete
 
+    @property
+    def heard_s(self) -> float | None:
+        return self._response.heard_s
+
     def arrived(self) -> bool:
         if self.status:
             return True

@@ -153,18 +153,19 @@ class Gets:
     async def get(self, path: str, bytes_max: int = BYTES_MAX) -> WholeAnswer:
         """The body is b"" for another status than 200. Raises HttpError, also when the time is over."""
         opening = self._client.opening("GET", path, self._headers)
+        response = self._client.ask(opening, None, None, fresh=True)
         try:
             async with asyncio.timeout(self._get_s):
-                response = await self._client.request(opening, fresh=True)
-                try:
-                    if is_packed(response.headers):
-                        raise HttpError(f"{path} has a content-encoding that was not asked for")
-                    body = await response.read(bytes_max) if response.status == 200 else b""
-                    return WholeAnswer(response.status, response.headers, body)
-                finally:
-                    response.close()
+                await response.head()
+                if is_packed(response.headers):
+                    raise HttpError(f"{path} has a content-encoding that was not asked for")
+                body = await response.read(bytes_max) if response.status == 200 else b""
+                return WholeAnswer(response.status, response.headers, body)
         except TimeoutError:
-            raise HttpError(f"{path} did not come within {self._get_s:g} s, see --probe-s") from None
+            late = "probe" if response.connection is not None else ""
+            raise HttpError(f"{path} did not come within {self._get_s:g} s, see --probe-s", late=late) from None
+        finally:
+            response.close()
 
     async def first(self, readers: tuple[tuple[str, Reader], ...]) -> Told | None:
         """What is told at the first of these paths that tells something."""

@@ -151,6 +151,14 @@ class Response:
         finally:
             self.on_change = None
 
+    @property
+    def heard_s(self) -> float | None:
+        """On the event loop's clock, when the last byte that counts came, or else the request was sent.
+
+        None: the request was not sent yet, or the reader is too slow for more to come.
+        """
+        return None if self.connection is None else self.connection.heard_s(self)
+
     # ---- for the client and its connections ----
 
     def connect(self, *, fresh: bool) -> None:
@@ -250,6 +258,10 @@ class _Connection(asyncio.Protocol):
         """Take back that the last bytes counted."""
         if self._response is response:
             self._since_s = self._before_s
+
+    def heard_s(self, response: Response) -> float | None:
+        """The last sign of this answer; None: the connection carries another, or is not read."""
+        return self._since_s if self._response is response and not self._paused else None
 
     def close(self, error: HttpError) -> None:
         response, self._response = self._response, None

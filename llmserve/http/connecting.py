@@ -22,7 +22,7 @@ class HttpError(Exception):
     local    this process has no socket left: the server is not to blame
     stale    a kept connection was closed before any byte of an answer
     large    a body is larger than its reader takes
-    late     a limit of time for an answer has passed, of a request that was sent: "idle" or "answer"; "": none
+    late     a limit of time for an answer has passed, of a request that was sent: "idle", "answer" or "probe"; "": none
     """
 
     def __init__(

@@ -6,6 +6,8 @@ calls        : clients' calls from their arrival to the scheduler's last word on
 forwarding   : one answer on the way from an engine to the client
 fleet        : the engines: probes, and the orders of their operator
 engine_state : pure: the table of an engine's states, where its death is decided
+watchdog     : finds the requests that an engine has lost while it goes on with others
+silence      : pure: which silence of an answer is normal for an engine now
 homes        : the groups of a gateway's plan: which has the requests of a stream and model
 handle       : one engine: state, measurements, and running calls
 known_models : which models are known, and how many engines list each

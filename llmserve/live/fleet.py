@@ -12,6 +12,8 @@ its scheduler hears of the engine through one entrance:
     drained by its operator   -> EngineClosed          its requests go on; EngineReady when resumed or restarted
     refuses connections       -> EngineClosed          it may finish its requests; EngineLost after the last of them
     probes stay unanswered    -> EngineLost            its requests are abandoned, and may run on other engines
+
+With each probe the fleet looks for single requests that an engine has lost while it goes on with others (watchdog.py).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from llmserve.live.handle import EngineHandle
 from llmserve.live.homes import Homes
 from llmserve.live.known_models import KnownModels, Listed
 from llmserve.live.route_queues import RouteQueue, RouteQueues
+from llmserve.live.watchdog import lost_error
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineLost, EngineReady, Event
 from llmserve.settings.tree import LiveConfig
@@ -292,16 +295,30 @@ class Fleet:
     async def _check(self, handle: EngineHandle, pause_s: float) -> float:
         """Probe the engine once; return the seconds to wait before the next probe. pause_s : the wait before this."""
         config = self._config
-        if await asyncio.shield(self._begin_probe(handle)):
+        probed = await asyncio.shield(self._begin_probe(handle))
+        self._look(handle, probed=probed)
+        if probed:
             soon = not handle.probed.slots_found and handle.is_full
             return min(SUSPECT_PROBE_S, config.probe_every_s) if soon else config.probe_every_s
         if not handle.state.alive:
             return min(2 * pause_s, config.probe_every_s)
-        if handle.probes_failed >= config.probes_failed_max:
+        if handle.probes_failed >= config.probes_failed_max and not self._may_be_busy(handle):
             self._step(handle, EngineEvent.SILENT)
         elif not (handle.up or handle.running):
             self._step(handle, EngineEvent.EMPTY)
         return min(SUSPECT_PROBE_S, config.probe_every_s)
+
+    def _look(self, handle: EngineHandle, *, probed: bool) -> None:
+        """Give up the calls that the engine has lost. probed : whether it has answered the last probe"""
+        now_s, running = asyncio.get_running_loop().time(), handle.running.values()
+        for answering, reason in handle.watchdog.look(now_s, running, handle.models, probed=probed).items():
+            error = lost_error(handle.name, reason)
+            log.warning("%s", error)
+            answering.lose(error)
+
+    def _may_be_busy(self, handle: EngineHandle) -> bool:
+        """Whether an engine that answers no probe may be at work on answers that show nothing before their end."""
+        return handle.hangs and handle.watchdog.may_be_busy(asyncio.get_running_loop().time())
 
     def _begin_probe(self, handle: EngineHandle) -> asyncio.Task[bool]:
         """Return the probe that runs, or begin one: an engine has one probe at a time."""
@@ -315,7 +332,7 @@ class Fleet:
         except Exception as error:  # after any error the watch must go on
             if handle.up or str(error) != handle.trouble:
                 log.warning("%s", error)
-            handle.trouble = str(error)
+            handle.trouble, handle.hangs = str(error), isinstance(error, EngineError) and error.late
             if isinstance(error, EngineError) and error.unreachable:
                 self._refused(handle)
             elif not (isinstance(error, EngineError) and error.local):

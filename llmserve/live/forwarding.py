@@ -71,11 +71,13 @@ class Forwarding:
         "_waiting",
         "handle",
         "in_flight",
+        "turn",
     )
 
     def __init__(self, owner: Owner, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> None:
         self.handle = handle
         self.in_flight = in_flight
+        self.turn = batch.turn or 0.0
         self._owner = owner
         self._delivery, self._measured = in_flight.delivery, in_flight.measured
         self._form, self._is_stream = in_flight.call.wire.form or COMPLETION, in_flight.call.wire.stream
@@ -89,6 +91,16 @@ class Forwarding:
         if not self._ended:
             self.close()
             asyncio.get_running_loop().call_soon(self._stopped)
+
+    @property
+    def heard_s(self) -> float | None:
+        """None also while the client reads too slowly, or a failure is looked into."""
+        return None if self._ended or self._waiting is not None else self._answer.heard_s
+
+    def lose(self, error: EngineError) -> None:
+        """Abort the request, which the engine has lost. It runs again if the client has got nothing of the answer."""
+        if not self._ended and self._waiting is None:
+            self._give_up(error)
 
     def close(self) -> None:
         """Abort the request. Nothing follows."""
@@ -106,10 +118,8 @@ class Forwarding:
         try:
             ended = self._next()
         except EngineError as error:
-            if self._ended:  # stopped by what followed from its own bytes
-                return
-            self._answer.close()
-            self._waiting = asyncio.get_running_loop().create_task(self._failed(error))
+            if not self._ended:  # else stopped by what followed from its own bytes
+                self._give_up(error)
             return
         except Exception as error:
             ended = self._broken(error)
@@ -319,6 +329,10 @@ class Forwarding:
 
     # ---- how it ends ----
 
+    def _give_up(self, error: EngineError) -> None:
+        self._answer.close()
+        self._waiting = asyncio.get_running_loop().create_task(self._failed(error))
+
     @property
     def _request(self) -> tuple[str, int]:
         return self.handle.name, self.in_flight.request.id
@@ -367,10 +381,10 @@ class Forwarding:
             self._delivery.refuse(self._head_of(failure))
             return RequestEnded(*self._request, "failed", fault=True, retryable=True, refused=True, rest_s=0.0)
         await self._owner.fleet.suspect(handle, in_flight.call.model, unreachable=error.unreachable)
-        # It may be running yet, or would run for nothing.
+        # It may be running yet, or would run for nothing. An engine that has lost it does not run it.
         over = self._delivery.answered or error.late or error.answered
         if over:
             in_flight.fail(failure)
         elif error.code is not None:
             self._delivery.refuse(self._head_of(failure))
-        return RequestEnded(*self._request, "failed", fault=True, retryable=not over)
+        return RequestEnded(*self._request, "failed", fault=True, retryable=not over, lost=error.lost)

@@ -9,6 +9,7 @@ from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import Endpoints, Engine, Health
 from llmserve.live.engine_state import EngineEvent, EngineState, Notice, after, notices
 from llmserve.live.known_models import Listed
+from llmserve.live.watchdog import Watchdog
 
 
 class EngineHandle:
@@ -22,6 +23,8 @@ class EngineHandle:
     running    calls on the engine, by request id
     empty      set while no call runs
     trouble    message of the last failed probe; "": the last one did not fail
+    hangs      whether the engine took that probe's connection, and has sent nothing
+    watchdog   finds the calls that the engine has lost
     nudge      asks for a probe now
     work       restarts or removes the engine when it is empty
     """
@@ -35,7 +38,8 @@ class EngineHandle:
         self.probed = Health(())
         self.models_at_once = 0
         self.probes_failed = 0
-        self.trouble = ""
+        self.trouble, self.hangs = "", False
+        self.watchdog = Watchdog()
         self.running: dict[int, InFlightCall] = {}
         self.empty, self.nudge = asyncio.Event(), asyncio.Event()
         self.empty.set()
@@ -90,7 +94,8 @@ class EngineHandle:
         before = self.models_at_once if probed.program == self.probed.program else 0
         seen = max(1, len(probed.told.loaded or ()))
         self.models_at_once = max(before, seen) if probed.program.dialect.swaps_models else 0
-        self.probed, self.probes_failed, self.trouble = probed, 0, ""
+        self.probed, self.probes_failed = probed, 0
+        self.trouble, self.hangs = "", False
 
     def add(self, in_flight: InFlightCall) -> None:
         self.running[in_flight.request.id] = in_flight

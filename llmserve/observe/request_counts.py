@@ -65,7 +65,7 @@ class RequestCounts:
     def end_run(self, event: RequestEnded, step: Step) -> None:
         """Count the end of a run, and the end of its request unless the request may run again."""
         request = self._open.get(event.request_id)
-        outcome: RunOutcome = "fault" if event.fault else event.outcome
+        outcome: RunOutcome = "lost" if event.lost else "fault" if event.fault else event.outcome
         if outcome == "cancelled" and request is not None and request.is_stopping:
             outcome = "preempted"
         _run_ended(request, event.engine, outcome, again=event.refused)

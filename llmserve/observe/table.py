@@ -109,7 +109,7 @@ RUNS = (  # run_counts.py
     _counter(
         "engine_requests",
         "Runs of requests that ended, by outcome: completed, failed (the engine refused it), fault (the engine's own), "
-        "cancelled, preempted, lost (with the engine)",
+        "cancelled, preempted, lost (with the engine, or by it)",
         *("model", "engine", "outcome"),
     ),
     _counter(

@@ -51,6 +51,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     rest_s         how long the engine takes no more requests of the model, while others do; 0: the engine does not say;
                    None: the end says nothing about other requests
     no_socket      whether this server had no socket for the request: `cancelled`, which says nothing about the engine
+    lost           whether the engine was judged to have lost the request, which is its fault
     """
 
     engine: str
@@ -62,6 +63,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     no_socket: bool = False
     refused: bool = False
     rest_s: float | None = None
+    lost: bool = False
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):

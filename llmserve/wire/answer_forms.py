@@ -37,6 +37,7 @@ class StreamReader(Protocol):
     """Forwards a stream in whole events and reads it; see UsageFilter and Passing."""
 
     in_parts: bool
+    began: bool
     cut: bool
     response_id: str
     stalled: bool

@@ -179,6 +179,55 @@ async def test_an_engine_that_sends_tokens_is_not_lost_because_its_probes_hang(
         await until(lambda: handle.ready)
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+async def test_an_engine_is_not_lost_because_probes_hang_while_a_whole_answer_takes_its_usual_time(
+    path: str, start_front: StartFront
+) -> None:
+    answers: list[asyncio.Event] = []
+
+    async def whole(writer: asyncio.StreamWriter) -> None:
+        answers.append(asyncio.Event())
+        await answers[-1].wait()
+        writer.write(http(GOOD))
+        await writer.drain()
+
+    async with LyingEngine(whole) as engine:
+        front = await start(start_front, engine, probe_s=0.02, probes_failed_max=2)
+        (handle,) = front.cluster.fleet.handles.values()
+
+        async def ask() -> int:
+            async with front.post() as response:
+                return int(response.status)
+
+        for looks in (12, 12, 8):  # the third is as long as the two before, in time if not in probes
+            asking, count = asyncio.ensure_future(ask()), len(answers)
+            await until(lambda count=count: len(answers) > count)  # type: ignore[misc]
+            if looks == 8:
+                engine._probes[path] = hang
+            await probes(engine, looks)
+            assert (handle.ready, handle.hangs) == (True, looks == 8)
+            answers[-1].set()
+            assert await asking == 200
+        assert not any(isinstance(step.event, EngineLost) for step in front.cluster.journal.steps)
+        await until(lambda: not handle.ready)  # it answers nothing, and has nothing to do
+
+
+async def test_an_engine_that_takes_no_connections_is_not_taken_for_busy(start_front: StartFront) -> None:
+    """It refuses none either: a machine that is gone."""
+    async with LyingEngine(http(GOOD)) as engine:
+        front = await start(start_front, engine, probe_s=0.05, probes_failed_max=2)
+        (handle,) = front.cluster.fleet.handles.values()
+        client = handle.engine._prober._gets._client  # type: ignore[attr-defined]
+
+        async def never(factory: object) -> None:
+            await asyncio.Event().wait()
+
+        client._connector.connect = never
+        await until(lambda: not handle.ready)
+        assert "did not come within" in handle.trouble
+        assert not handle.hangs
+
+
 @pytest.mark.parametrize("piece", [b": ping\n\n", b""], ids=["comments", "silence"])
 async def test_what_is_no_token_does_not_keep_an_engine(piece: bytes, start_front: StartFront) -> None:
     over = asyncio.Event()
