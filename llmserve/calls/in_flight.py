@@ -14,7 +14,7 @@ from llmserve.errors import RequestError
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import StreamReader
-from llmserve.wire.error_objects import retry_after_s
+from llmserve.wire.error_objects import asked_rest_s
 from llmserve.wire.event_stream import Usage
 
 
@@ -69,7 +69,7 @@ class Head(msgspec.Struct, frozen=True):
 def _use(head: Head) -> tuple[int, float]:
     """How much a client can do with an engine's error: the least is the best. A busy engine says when to come again."""
     use = {429: 0, 503: 1, 529: 1, 404: 3}.get(head.status, 2)
-    return use, math.inf if head.retry_after is None else retry_after_s(head.retry_after, time.time()) or math.inf
+    return use, asked_rest_s(head.retry_after, head.headers, time.time()) or math.inf
 
 
 class Client(Protocol):

@@ -25,7 +25,7 @@ from llmserve.live.routes import Routes
 from llmserve.request import Batch
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import COMPLETION, StreamReader
-from llmserve.wire.error_objects import ErrorObject, Verdict, error_in, is_error_body, may_be_error, retry_after_s
+from llmserve.wire.error_objects import ErrorObject, Verdict, asked_rest_s, error_in, is_error_body, may_be_error
 from llmserve.wire.event_stream import Usage
 
 log = logging.getLogger("llmserve")
@@ -150,7 +150,7 @@ class Forwarding:
         """Forward an answer that is not streamed, unless the body is an error in spite of the status."""
         in_flight, form = self.in_flight, self._form
         if may_be_error(body) and (error := error_in(body)) is not None:
-            return self._told(error, error.status, body)
+            return self._told(self._verdict(error, body), error.status, body)
         answer = form.whole(body)
         if answer is None:
             nothing = not body.strip() or self._is_page
@@ -177,16 +177,15 @@ class Forwarding:
             if lacking is not None:  # another engine may have it; this one's other requests go on
                 self._delivery.refuse(self._head_of(lacking))
                 return RequestEnded(*self._request, "failed", retryable=True, refused=True)
-        return self._told(error_in(body), answer.status, body)
+        return self._told(self._verdict(error_in(body), body), answer.status, body)
 
-    def _told(self, error: ErrorObject | None, status: int, body: bytes) -> RequestEnded:
+    def _told(self, verdict: Verdict, status: int, body: bytes) -> RequestEnded:
         """An error before any content. The client gets it if the error is the client's, or no other engine answers.
 
         status, body : for the client
         """
-        answer, verdict = self._answer, self._verdict(error, body)
         head = msgspec.structs.replace(self._head(body), status=status)
-        if answer.status < 400:
+        if self._answer.status < 400:
             head = msgspec.structs.replace(head, content_type=JSON)
         if not (verdict.fault or verdict.refused):
             self._delivery.begin(head)
@@ -203,21 +202,18 @@ class Forwarding:
         )
 
     def _verdict(self, error: ErrorObject | None, body: bytes) -> Verdict:
-        """What follows from an error before any content."""
+        """What follows from an error. body : with its words"""
         answer, call = self._answer, self.in_flight.call
         names_model = answer.status == 404 and call.wire.form in (None, COMPLETION)
         return answer.judge(error, names_model=names_model or (bool(call.model) and call.model.encode() in body))
 
     def _rest_s(self, *, refused: bool) -> float | None:
         """How long the engine asks to be left alone; None: it does not ask."""
-        asked = self._answer.retry_after
-        if asked is None:
-            return 0.0 if refused else None
-        return retry_after_s(asked, time.time())
+        asked_s = asked_rest_s(self._answer.retry_after, self._answer.headers, time.time())
+        return 0.0 if asked_s is None and refused else asked_s
 
-    def _cut_off(self, error: ErrorObject) -> RequestEnded:
-        """An error behind content, which has passed with its event: the stream ends there."""
-        verdict = self._answer.judge(error, names_model=False)
+    def _cut_off(self, verdict: Verdict) -> RequestEnded:
+        """An error that has passed with its event: the stream ends there."""
         blamed = verdict.fault or verdict.refused
         self._delivery.error = "engine_failed" if blamed else "engine_refused"
         if self._form.done:
@@ -280,17 +276,17 @@ class Forwarding:
         """The engine has told an error within its stream. The client's own error passes as the engine tells it."""
         error = usage.failed
         assert error is not None, "the stream has failed"
+        body = usage.failed_data
+        verdict = self._verdict(error, body)
         if not self._delivery.answered:
-            body = usage.failed_data
-            if not is_error_body(body):
-                told = EngineFailed(error.message or "the engine failed this request")
-                body = msgspec.json.encode(self._form.error(told))
-            verdict = self._verdict(error, body)
             if verdict.fault or verdict.refused or b"data:" not in usage.failed_event:
-                return self._told(error, error.status, body)
+                if not is_error_body(body):
+                    told = EngineFailed(error.message or "the engine failed this request")
+                    body = msgspec.json.encode(self._form.error(told))
+                return self._told(verdict, error.status, body)
             self._begin(None)
             self._delivery.feed(usage.failed_event)
-        return self._cut_off(error)
+        return self._cut_off(verdict)
 
     @property
     def _is_page(self) -> bool:

@@ -9,6 +9,7 @@ Anthropic's (`"type": "error"`), older vLLM's (`"object": "error"`), FastAPI's (
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from email.utils import parsedate_to_datetime
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,7 @@ engine   the engine has failed
 
 ERROR_BYTES_MAX = 64 << 10
 BUSY_STATUSES = (429, 503, 529)
+MILLISECONDS = re.compile(rb"\d{1,12}(?:\.\d*)?")
 KEY_STATUSES = (401, 403, 407)  # they speak of the key that this server sends, never of the client's
 _EMPTY = (b"", b"null", b"[]", b"{}", b'""', b"false")
 _WORDS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = (
@@ -161,6 +163,17 @@ def retry_after_s(text: str, unix_s: float) -> float:
         return max(0.0, float(text)) if text.strip()[:1].isdigit() else parsedate_to_datetime(text).timestamp() - unix_s
     except (ValueError, TypeError, OverflowError):
         return 0.0
+
+
+def asked_rest_s(retry_after: str | None, headers: Iterable[tuple[bytes, bytes]], unix_s: float) -> float | None:
+    """For how long an answer asks not to be asked again; None: it does not. OpenAI's `retry-after-ms` is more exact.
+
+    headers : further ones of the answer, with lower-case names
+    """
+    for name, value in headers:
+        if name == b"retry-after-ms" and MILLISECONDS.fullmatch(value.strip()):
+            return float(value) / 1e3
+    return None if retry_after is None else retry_after_s(retry_after, unix_s)
 
 
 def kind_of_status(status: int) -> ErrorKind:

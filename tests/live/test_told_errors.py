@@ -236,6 +236,14 @@ async def test_the_only_engines_refusal_is_passed_on_at_once(name: str, start_fr
         assert (status, len(engine.requests)) == (expected, 1)
 
 
+async def test_a_rest_in_milliseconds_goes_before_one_in_seconds(start_front: StartFront) -> None:
+    refusal = http(b"{}", "retry-after: 1", "retry-after-ms: 250", status="429 Too Many Requests")
+    async with LyingEngine(refusal) as engine:
+        front = await start_front(engines=settings(engine))
+        assert (await ask(front, STREAMED[0]))[0] == 429
+        assert [end.rest_s for end in await ends(front)] == [0.25]
+
+
 async def test_of_the_refusals_of_all_engines_the_client_gets_the_one_that_says_when_to_come_again(
     start_front: StartFront,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmserve.wire.error_objects import Verdict, error_in, judge, may_be_error, retry_after_s
+from llmserve.wire.error_objects import Verdict, asked_rest_s, error_in, judge, may_be_error, retry_after_s
 from llmserve.wire.event_stream import error_of_event
 
 CLIENT, ENGINE, BUSY = Verdict(False, False), Verdict(True, False), Verdict(False, True)
@@ -116,3 +116,12 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert [retry_after_s(text, now_s) for text in ("7", "0.5", "soon", "", "-3")] == [7.0, 0.5, 0.0, 0.0, 0.0]
     assert 58.0 < retry_after_s(formatdate(now_s + 60, usegmt=True), now_s) <= 60.0
     assert retry_after_s(formatdate(now_s - 60, usegmt=True), now_s) <= 0.0
+
+
+def test_retry_after_in_milliseconds_is_more_exact_and_what_is_no_number_is_not_read() -> None:
+    def asked(retry_after: str | None, *values: bytes) -> float | None:
+        return asked_rest_s(retry_after, [(b"x-other", b"1"), *[(b"retry-after-ms", value) for value in values]], 0.0)
+
+    assert [asked("1", b"170"), asked(None, b" 2500 "), asked("1", b"1.5")] == [0.17, 2.5, 0.0015]
+    assert [asked("1", b"soon"), asked("1", b"-5"), asked("1", b"inf"), asked("1")] == [1.0] * 4
+    assert asked(None) is None
