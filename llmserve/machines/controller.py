@@ -336,19 +336,12 @@ class Controller:
         status = self.statuses.get(name)
         if status is None:
             return None
-        client = HttpClient(status.url, connect_s=ASK_S, idle_s=ASK_S, answer_s=ASK_S)
+        method, headers = "GET" if body is None else "POST", {"authorization": f"Bearer {self.desired.secrets.admin}"}
         try:
-            headers = {"authorization": f"Bearer {self.desired.secrets.admin}"}
-            method = "GET" if body is None else "POST"
-            response = await client.request(client.opening(method, path, headers), body, fresh=True)
-            answer = await response.read(64 << 20)
-        except HttpError:
-            return None
-        finally:
-            await client.close()
-        try:
-            return msgspec.json.decode(answer) if response.status == 200 else None
-        except msgspec.MsgspecError:
+            async with HttpClient(status.url, connect_s=ASK_S, idle_s=ASK_S, answer_s=ASK_S) as client:
+                answer = await client.answer(method, path, headers, body)
+            return msgspec.json.decode(answer.body) if answer.status == 200 else None
+        except (HttpError, msgspec.MsgspecError):
             return None
 
     # ---- for operators ----

@@ -172,21 +172,16 @@ class Keeper:
         until_s = time.monotonic() + RELOAD_S
         while not self._process.healthy and time.monotonic() < until_s:  # noqa: ASYNC110 (no event to wait for)
             await asyncio.sleep(0.1)
-        client = HttpClient(
-            f"http://{self._local}:{self._process.port}", connect_s=5.0, idle_s=RELOAD_S, answer_s=RELOAD_S
-        )
+        url, headers = f"http://{self._local}:{self._process.port}", {"authorization": f"Bearer {self._admin_key}"}
         try:
-            opening = client.opening("POST", "/admin/reload", {"authorization": f"Bearer {self._admin_key}"})
-            response = await client.request(opening, b"", fresh=True)
-            body = await response.read(1 << 20)
+            async with HttpClient(url, connect_s=5.0, idle_s=RELOAD_S, answer_s=RELOAD_S) as client:
+                answer = await client.answer("POST", "/admin/reload", headers, b"")
         except HttpError as error:
             log.warning("%s: no answer to a reload: %s", self._described.name, error)
             return False
-        finally:
-            await client.close()
-        if response.status != 200:
-            log.warning("%s restarts: %s", self._described.name, body.decode(errors="replace"))
-        return response.status == 200
+        if answer.status != 200:
+            log.warning("%s restarts: %s", self._described.name, answer.body.decode(errors="replace"))
+        return answer.status == 200
 
     def _write_files(self, process: Process) -> None:
         """Each file whole or not at all, for the process may read at any time."""
