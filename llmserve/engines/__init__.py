@@ -10,7 +10,7 @@ openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.c
 part         : the engines of a server: those that llmserve starts, and those that run already
 power        : the energy that this machine's GPUs draw, by NVML
 process      : an engine server as a child process: started, watched, restarted, and ended with llmserve
-probing      : probes of an engine: which program it is, whether it is healthy, which models it lists, what it runs
+probing      : probes of an engine: its program, its health, its models, its load
 vllm         : vLLM servers that llmserve starts, each with its own GPUs
 vllm_metrics : learns an engine's slots from what it tells of its running and waiting requests
 """

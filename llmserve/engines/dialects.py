@@ -1,9 +1,9 @@
 """The dialects of engines: how each kind is recognised, what it tells of itself, and what it makes of added fields.
 
 An entry is data and small pure functions. The probe (probing.py) asks what the entry names. First, GET /v1/models,
-which every engine answers, names most kinds by the owner of their models. What an engine's settings are is asked once
-it is recognised, and again now and then; its load is asked at each probe. No entry names a path that generates,
-that costs money, or that takes from an engine what its operator wants to read.
+which every engine answers, names most kinds by the owner of their models. An engine's settings are asked for once its
+kind is known, and again now and then; its load is asked for at each probe. No entry names a path that generates, costs
+money, or uses up what an operator wants to read.
 
 The facts are those of the versions named as `source`.
 """

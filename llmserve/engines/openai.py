@@ -279,7 +279,7 @@ class OpenAIEngine:
         self._key_refused = refused
 
     async def probe(self) -> Health:
-        """Ask the engine which program it is, whether it is healthy, which models it lists, and how much it runs.
+        """Ask for the engine's program, health, models and load.
 
         An engine that gives no answer to a probe, but has gone on with answers meanwhile, is as it was.
         """

@@ -1,4 +1,4 @@
-"""Probes of an engine: which program it is, whether it is healthy, which models it lists, how much it runs."""
+"""Probes of an engine: its program, its health, its models, its load."""
 
 from __future__ import annotations
 
