@@ -68,23 +68,28 @@ class FormedQueue:
 
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
         """Re-sort after the ordering inputs changed. key : a new key function; None: the present one"""
-        self._key = key or self._key
-        fresh = [entry[3] for entry in self._entries()]
-        for batch in (*fresh, *self._returned):
-            batch.key = self._key(batch) if batch.requests else batch.key
+        key_of = self._key = key or self._key
+        fresh = self._entered()
+        for batch in self._returned:
+            batch.key = key_of(batch) if batch.requests else batch.key
         heaps = self._by_share = {}
         self._large = {}
         for batch in fresh:
+            batch.key = key_of(batch)
             share = batch.join_least_served()
-            heaps.setdefault(share, []).append((batch.key, batch.id, batch.serial, batch))
+            entry = batch.key, batch.id, batch.serial, batch
+            if share in heaps:
+                heaps[share].append(entry)
+            else:
+                heaps[share] = [entry]
         for heap in heaps.values():
             heapq.heapify(heap)
         self._note_only()
 
-    def _entries(self) -> Iterator[Entry]:
-        """The valid entries, in no order."""
+    def _entered(self) -> list[FormedBatch]:
+        """The batches with a valid entry, in no order."""
         entries = chain(*self._by_share.values(), *self._large.values())
-        return (entry for entry in entries if entry[3].requests and entry[2] == entry[3].serial)
+        return [batch for _, _, serial, batch in entries if batch.requests and serial == batch.serial]
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -119,8 +124,7 @@ class FormedQueue:
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """The requests of all formed batches, in no order."""
-        batches = [*[entry[3] for entry in self._entries()], *self._returned]
-        return (queued for batch in batches for queued in batch.requests.values())
+        return chain.from_iterable([batch.requests.values() for batch in (*self._entered(), *self._returned)])
 
     @property
     def returned(self) -> list[FormedBatch]:
@@ -174,9 +178,7 @@ class FormedQueue:
 
     def batches(self) -> list[FormedBatch]:
         """Every batch that still holds a request, in order."""
-        fresh = [(*self.turn_of(entry[3]), entry[3]) for entry in self._entries()]
-        returned = [(*self.turn_of(batch), batch) for batch in self.returned]
-        return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
+        return sorted([*self._entered(), *self.returned], key=self.turn_of)
 
     def remove(self, queued: QueuedRequest) -> None:
         assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"

@@ -368,10 +368,10 @@ class FormedBatch:
         """Take the batch's least served share as the batch's share, whose sub-queue is the batch's place, and count as
         not large. Returns the share.
         """
-        shares = {queued.share: None for queued in self.requests.values()}
-        if len(shares) == 1:
-            (self.share,) = shares
+        if len(self.requests) == 1:
+            self.share = self.first.share
         else:
+            shares = dict.fromkeys([queued.share for queued in self.requests.values()])
             self.share = min(shares, key=lambda share: share.place, default=NOBODY)
         self.large = False
         return self.share
