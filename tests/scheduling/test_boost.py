@@ -17,6 +17,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.orders import FixedOrder, boosted, mean_turn
 from llmserve.scheduling.load import FIT_EVERY, Calibration, Load, PromptTime, WaitTail
 from llmserve.scheduling.messages import EngineReady, RequestEnded
+from llmserve.scheduling.queues import model_queues
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
@@ -135,21 +136,73 @@ def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
     assert load.work_us == 0
 
 
-def test_a_burst_is_sorted_again_when_a_request_can_start_however_often_the_load_has_grown() -> None:
-    turns = 0
+SLICE = 16  # formed batches that are sorted again in one go, in these tests
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[QueuedRequest]:
+    """The requests whose turns `sorting` has asked for, in this order."""
+    monkeypatch.setattr(model_queues, "SORTED_AT_ONCE", SLICE)
+    return []
+
+
+def sorting(asked: list[QueuedRequest]) -> Scheduler:
+    """A scheduler by boost with one slot, whose keys note their requests."""
 
     def turn_s(waiting: QueuedRequest) -> float:
-        nonlocal turns
-        turns += 1
+        asked.append(waiting)
         return boosted(waiting)
 
     order = FixedOrder(mean_turn(turn_s), turn_s, follows_load=True)
     scheduler = SchedulingConfig(batch_size=1, release="greedy", order="boost", bins=1).scheduler(order=order)
     scheduler.handle(EngineReady(EngineInfo("gpu0", 1, False)), 0.0)
-    arrive(scheduler, *[Request(number, 10.0) for number in range(1_000)])
-    assert turns == 1_000
-    step(scheduler, RequestEnded("gpu0", 0, "completed"), 1.0)
-    assert turns == 1_999
+    return scheduler
+
+
+def next_starts(scheduler: Scheduler) -> None:
+    running = next(iter(scheduler.engines["gpu0"].running))
+    step(scheduler, RequestEnded("gpu0", running, "completed"), 1.0)
+
+
+def test_a_burst_is_sorted_again_when_a_request_can_start_however_often_the_load_has_grown(
+    asked: list[QueuedRequest],
+) -> None:
+    scheduler = sorting(asked)
+    arrive(scheduler, *[Request(number, 10.0) for number in range(1 + SLICE)])
+    assert len(asked) == 1 + SLICE
+    next_starts(scheduler)
+    assert len(asked) == 1 + 2 * SLICE
+
+
+def test_a_long_queue_is_sorted_again_in_slices_and_then_as_if_at_once(asked: list[QueuedRequest]) -> None:
+    rng, scheduler = random.Random(6), sorting(asked)
+    arrive(scheduler, *[Request(number, rng.lognormvariate(4.0, 1.5)) for number in range(8 * SLICE)])
+    queues, slices = scheduler.queues(""), 0
+    while queues.dirty:
+        asked.clear()
+        next_starts(scheduler)
+        slices += 1
+        assert len(asked) <= SLICE
+    assert slices == 8
+    waiting = list(queues.formed)
+    assert {request.decay_s for request in waiting} == {load_of(scheduler).waits.decay_s}
+    in_turn = sorted(waiting, key=lambda request: (boosted(request), request.request.id))
+    started = run_dry(scheduler, next(iter(scheduler.engines["gpu0"].running)), 1.0)
+    assert started[1:] == [request.request.id for request in in_turn]
+
+
+def test_a_load_that_changes_while_a_long_queue_is_sorted_again_begins_the_sort_anew(
+    asked: list[QueuedRequest],
+) -> None:
+    scheduler = sorting(asked)
+    arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(4 * SLICE)])
+    step(scheduler, RequestEnded("gpu0", 0, "completed"), 0.0)
+    before_s = load_of(scheduler).waits.decay_s
+    arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(4 * SLICE, 12 * SLICE)])
+    assert load_of(scheduler).waits.decay_s > before_s
+    while scheduler.queues("").dirty:
+        next_starts(scheduler)
+    assert {request.decay_s for request in scheduler.queues("").formed} == {load_of(scheduler).waits.decay_s}
 
 
 # ---- forecasts ----

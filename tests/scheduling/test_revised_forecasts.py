@@ -219,7 +219,7 @@ def test_entries_of_former_keys_do_not_pile_up() -> None:
         queued = rng.choice(waiting)
         queued.expect(tokens := rng.uniform(1.0, 100.0), tokens)
         assert queued.formed is not None
-        queue.sort_again(queued.formed)
+        queue.sort_again((queued.formed,))
         assert sum(map(len, queue._by_share.values())) <= 2 * len(waiting) + ENTRIES_SPARE + 1
     in_turn = sorted(formed, key=lambda batch: (shortest(12.0)(batch), batch.id))
     assert queue.batches() == in_turn

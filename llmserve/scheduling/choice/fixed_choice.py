@@ -35,24 +35,26 @@ class FixedChoice(Choice):
         self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
-        while self._pool.free and (startable := self._startable()):
+        startable = self._startable()
+        for queues in startable:
+            if queues.dirty:
+                queues.follow_load()
+        while startable:
             self._formed = False
             first, unformed = self._first(startable)
             if first is not None and unformed and self._form_older(unformed, first[1]):
                 first, _ = self._first(startable)
             if self._formed and (self._skipped or self._blocked):
                 self._begin_again()
-                continue
-            if first is None:
+            elif first is None:
                 if not self._form_most_urgent(startable) and not self._begin_alone():
                     return
-                continue
-            queues, batch = first
-            if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
-                yield engine, queues, batch, max(1, engine.room_at_once)
+            elif (engine := self.engine_for(*first, self._blocked)) is not None:
+                yield engine, *first, max(1, engine.room_at_once)
                 self._begin_again()
             else:
-                self.hold(queues, batch)
+                self.hold(*first)
+            startable = self._startable() if self._pool.free else []
 
     def _begin_again(self, *, alone: bool = False) -> None:
         """Forget what could not start before a batch formed or started: with more formed requests look-ahead places may
@@ -137,8 +139,6 @@ class FixedChoice(Choice):
         key, number, unformed = math.inf, 0, []
         next_shares: dict[FairShares, Share] | None = None  # None: no shares compete
         for queues in startable:
-            if queues.dirty:
-                queues.sort_again()
             if next_shares is None and queues.fair.contended:
                 next_shares = self._next_shares(startable)
             share = next_shares.get(queues.fair) if next_shares is not None else None
@@ -157,8 +157,6 @@ class FixedChoice(Choice):
         for queues in startable:
             if queues.fair.contended:
                 competing.setdefault(queues.fair, []).append(queues)
-                if queues.dirty:
-                    queues.sort_again()
         chosen: dict[FairShares, Share] = {}
         for fair, members in competing.items():
             for share in self._shares_in_order(fair, members):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 
 from llmserve.scheduling.fair import Share
@@ -56,15 +56,18 @@ class FormedQueue:
             heap[:] = [entry for entry in heap if _is_valid(entry)]
             heapq.heapify(heap)
 
-    def sort_again(self, batch: FormedBatch) -> None:
-        """Sort a batch again after the forecasts of its requests have changed."""
-        key = self._key(batch)
-        if key == batch.key and not batch.large:
-            return
-        batch.key = key
-        if batch.serial:
-            self._enter(batch)
-            self._drop_void(batch.share)
+    def sort_again(self, batches: Iterable[FormedBatch]) -> None:
+        """Sort batches, none empty, after the inputs of their keys have changed."""
+        key_of, shares = self._key, {}
+        for batch in batches:
+            key = key_of(batch)
+            if key != batch.key or batch.large:
+                batch.key = key
+                if batch.serial:
+                    self._enter(batch)
+                    shares[batch.share] = True
+        for share in shares:
+            self._drop_void(share)
 
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
         """Re-sort after the ordering inputs changed. key : a new key function; None: the present one"""
@@ -124,7 +127,11 @@ class FormedQueue:
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """The requests of all formed batches, in no order."""
-        return chain.from_iterable([batch.requests.values() for batch in (*self._entered(), *self._returned)])
+        return chain.from_iterable([batch.requests.values() for batch in self.in_no_order()])
+
+    def in_no_order(self) -> list[FormedBatch]:
+        """Every batch that holds a request, and perhaps returned ones that hold none, in no order."""
+        return [*self._entered(), *self._returned]
 
     @property
     def returned(self) -> list[FormedBatch]:

@@ -19,6 +19,8 @@ from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequ
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
 
+SORTED_AT_ONCE = 512  # formed batches of a queue that are sorted again in one go
+
 
 class Tally:
     """Waiting requests of all models, as ModelQueues count them. waiting : number.  queues : those not empty, by model
@@ -59,7 +61,8 @@ class ModelQueues:
     load        for orders that follow the load; None for others
     plans       asks for plans, and follows them; None unless the release does
     service     times of answers.  items : the same of batch items, which run in slots left by online requests
-    dirty       whether sort keys are stale: callers must sort again before they ask which request is next
+    dirty       whether sort keys are of an earlier load: a dispatch calls follow_load before it looks for
+                the next request
     bins        a queue for each bin; queue : makes one, by its index
     fair        the shares that compete for the model's engines; models that share an engine have the same
     tally       counts waiting requests of all models
@@ -86,6 +89,7 @@ class ModelQueues:
         self.service, self.items = ServiceTime(), ItemService()
         self.formed, self.load, self.dirty = FormedQueue(order.batch_key), Load() if order.follows_load else None, False
         self.bins = [queue(index) for index in range(binning.edges.bins)]
+        self._unsorted: list[FormedBatch] | None = None  # formed batches with stale keys; None: all, and the bins, too
         self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run
@@ -138,7 +142,7 @@ class ModelQueues:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
             service, forecast = self.service, binning.forecast(request)
             if load.arrive(queued, forecast, service, ahead, self.all_slots):
-                self.dirty = True
+                self.dirty, self._unsorted = True, None
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))
         queue.append(queued)
@@ -171,16 +175,38 @@ class ModelQueues:
     def reorder(self, order: Ordering) -> None:
         """Sort all waiting requests by another order."""
         self.load = (self.load or Load(self._in_no_order())) if order.follows_load else None
+        if self.load is not None:
+            self.load.tell(self._in_no_order())
         self.sort_again(order)
 
     def sort_again(self, order: Ordering | None = None) -> None:
         """Sort all waiting requests, each within its bin and batch. order : a new one"""
         self.dirty = False
-        if self.load is not None:
-            self.load.tell(self._in_no_order())
         self.formed.sort_all(order.batch_key if order is not None else None)
         for queue in self.bins:
             queue.sort_all(order.turn if order is not None else None)
+
+    def follow_load(self) -> None:
+        """Sort waiting requests again after the load has changed.
+
+        Of many formed batches SORTED_AT_ONCE are sorted, and the others in later calls: a sort of ten thousand would
+        hold up the event loop. Until then they have keys of an earlier load, which are comparable (orders.boosted).
+        """
+        assert self.load is not None, "the order follows no load"
+        if len(self.formed) <= SORTED_AT_ONCE:
+            self.load.tell(self._in_no_order())
+            self.sort_again()
+            return
+        if self._unsorted is None:
+            self.load.tell(chain(*self.bins))
+            for queue in self.bins:
+                queue.sort_all()
+            self._unsorted = self.formed.in_no_order()[::-1]  # of a heap: nearly the last first
+        batches = [batch for batch in self._unsorted[-SORTED_AT_ONCE:] if batch.requests]
+        del self._unsorted[-SORTED_AT_ONCE:]
+        self.load.tell(chain.from_iterable([batch.requests.values() for batch in batches]))
+        self.formed.sort_again(batches)
+        self.dirty = bool(self._unsorted)
 
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
@@ -202,7 +228,7 @@ class ModelQueues:
                 else:
                     queued.expect(tokens, tokens)
             if batch is not None:
-                self.formed.sort_again(batch)
+                self.formed.sort_again((batch,))
             elif self._bin_of(queued) == queue.index:
                 queued.sort_length = self.binning.sort_length(queued)
                 queue.put_down(queued)
