@@ -78,18 +78,18 @@ class Admission:
             items = sum([all(of_items) for of_items in running if of_items])
             online = sum([not all(of_items) for of_items in running if of_items])
             return online * queues.slots, items * queues.slots
-        fair = queues.fair
-        members = (queues,) if len(self._group.queues) == 1 else self._group.queues.values()
-        items = sum([member.items.running for member in members if member.fair is fair])
-        return sum([member.present for member in members if member.fair is fair]) - items, items
+        present = items = 0
+        for member in self._group.queues.values():
+            if member.fair is queues.fair:
+                present += member.present
+                items += member.items.running
+        return present - items, items
 
     def _learn(self, queues: ModelQueues) -> None:
         """Learn the reserve from an online request that waits from now on."""
         engines = queues.engines
         if engines and engines[0].info.barrier:
             wanted = self.held(queues)[0] + queues.slots  # it wants an engine of its own
-        elif len(self._group.queues) == 1:
-            wanted = queues.present - queues.items.running
         else:
             wanted, _ = self.held(queues)
         reserve = self.reserves.get(queues.fair)

@@ -356,7 +356,9 @@ class PrefixMemory:
 
     def served(self, prefixes: tuple[int, ...], engine: str) -> None:
         for prefix in prefixes:
-            earlier = [name for name in self._engines.pop(prefix, ()) if name != engine]
+            earlier = self._engines.pop(prefix, ())
+            if engine in earlier:
+                earlier = tuple([name for name in earlier if name != engine])
             self._engines[prefix] = (engine, *earlier[: PREFIX_ENGINES_MAX - 1])
         while len(self._engines) > self._prefixes_max:
             self._engines.popitem(last=False)

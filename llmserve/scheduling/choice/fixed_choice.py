@@ -51,10 +51,12 @@ class FixedChoice(Choice):
                     return
             elif (engine := self.engine_for(*first, self._blocked)) is not None:
                 yield engine, *first, max(1, engine.room_at_once)
+                if not self._pool.free:
+                    return
                 self._begin_again()
             else:
                 self.hold(*first)
-            startable = self._startable() if self._pool.free else []
+            startable = self._startable()
 
     def _begin_again(self, *, alone: bool = False) -> None:
         """Forget what could not start before a batch formed or started: with more formed requests look-ahead places may
