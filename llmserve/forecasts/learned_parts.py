@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from llmserve.engines.openai import OpenAIEngine
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
@@ -24,7 +24,7 @@ DECIMALS = 2  # of scores and lengths, tokens
 
 
 def scheduler_saving(
-    scheduler: Scheduler, config: SchedulingConfig, learnt: Mapping[str, Learnt]
+    scheduler: Scheduler, config: SchedulingConfig, learnt: Mapping[str, Learned]
 ) -> Generator[None, None, dict[str, Any]]:
     """Make the state of a scheduler in slices (predictor/state.py).
 
@@ -53,7 +53,7 @@ def _of_model(queues: ModelQueues) -> dict[str, Any]:
     }
 
 
-def _of_learnt(learnt: Learnt) -> dict[str, Any]:
+def _of_learnt(learnt: Learned) -> dict[str, Any]:
     scores, lengths = np.array(learnt.scores), np.array(learnt.lengths)
     return {"scores": scores, "lengths": lengths, "service": learnt.service}
 
@@ -63,7 +63,7 @@ def _scored_by(config: SchedulingConfig) -> list[Any]:
     return [config.bins_by, config.full_batch]
 
 
-def header_part(state: dict[str, Any], config: SchedulingConfig) -> dict[str, Learnt]:
+def header_part(state: dict[str, Any], config: SchedulingConfig) -> dict[str, Learned]:
     """`learnt` of the header, from the state of a scheduler. Raises ValueError for anything else.
 
     Scores of other settings are left out.
@@ -75,13 +75,13 @@ def header_part(state: dict[str, Any], config: SchedulingConfig) -> dict[str, Le
         raise ValueError(f"the scheduler's part is not readable: {error!r}") from error
 
 
-def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learnt:
+def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learned:
     seconds_per_token, tokens_mean, answers = map(float, own["service"])
     service = seconds_per_token, tokens_mean, answers
     if not scored_alike:
-        return Learnt(service=service)
+        return Learned(service=service)
     scores, lengths = (tuple(own[name].round(DECIMALS).tolist()) for name in ("scores", "lengths"))
-    return Learnt(scores, lengths, service)
+    return Learned(scores, lengths, service)
 
 
 def engines_state(engines: Iterable[OpenAIEngine], scheduler: Scheduler) -> dict[str, Any]:

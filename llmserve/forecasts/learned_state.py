@@ -20,7 +20,7 @@ from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.forecasts.learned_parts import engines_state, header_part, restore_engines, scheduler_saving
 from llmserve.forecasts.state_file import StateFile
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.by_model import by_model
 from llmserve.settings.tree import Config
@@ -47,7 +47,7 @@ class LearnedState:
     predictors: dict[str, str]
     engines: Sequence[OpenAIEngine]
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
-    models: dict[str, Learnt] = field(default_factory=dict)
+    models: dict[str, Learned] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins)
 
     def saving(self, scheduler: Scheduler) -> Saving:

@@ -20,7 +20,7 @@ import msgspec
 
 from llmserve.errors import JournalError
 from llmserve.runtime.private_file import appending
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
@@ -52,7 +52,7 @@ class Header(msgspec.Struct, frozen=True):
     scores: tuple[float, ...] = ()
     lengths: tuple[float, ...] = ()
     version: int = VERSION
-    learnt: dict[str, Learnt] = {}
+    learnt: dict[str, Learned] = {}
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler."""

@@ -222,7 +222,7 @@ class Controller:
         return described
 
     def _is_behind(self, name: str) -> bool:
-        """Whether a keeper answers that does not follow yet what was sent: it may have restarted, and not heard it."""
+        """Whether a keeper answers that does not follow yet what was sent, which a restart may have lost."""
         status = self.statuses.get(name)
         return name not in self.silent and status is not None and status.revision < self._sent[name].revision
 
@@ -258,7 +258,7 @@ class Controller:
         gateways, groups = await self._peers.round(self._servers("gateway"), self._servers("group"))
         now_s = time.monotonic()
         for name, server in groups.items():
-            self._scaling.heard(name.removeprefix("group-"), server.wanted, now_s)
+            self._scaling.received(name.removeprefix("group-"), server.wanted, now_s)
         if self._replanning is not None:
             for server in gateways.values():
                 self._replanning.observe(server.arrivals)

@@ -1,4 +1,4 @@
-"""The exchange with servers once a second: keys' limits dealt between gateways, served shares told between groups."""
+"""The exchange with servers once a second: keys' limits allocated to gateways, served shares told between groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmserve.machines.served_shares import ServedShares
 
 FORGOTTEN_AFTER = 10  # exchanges that a gateway has not answered: its parts of limits are free
 
-Heard = Mapping[str, FromServer]
+Received = Mapping[str, FromServer]
 
 
 class PeerSync:
@@ -25,14 +25,14 @@ class PeerSync:
         self.wanted: dict[str, int] = {}
         self._tell_one = tell
         self._quotas, self._shares = Quotas(), ServedShares()
-        self._unheard: dict[str, int] = {}  # exchanges in a row that a gateway has not answered
+        self._unanswered: dict[str, int] = {}  # exchanges in a row that a gateway has not answered
 
-    async def round(self, gateways: Sequence[str], groups: Sequence[str]) -> tuple[Heard, Heard]:
+    async def round(self, gateways: Sequence[str], groups: Sequence[str]) -> tuple[Received, Received]:
         """What the gateways, and what the groups told, by name.
 
         What a group has served reaches the others at once, not with the next round.
         """
-        parts = self._quotas.deal(gateways)
+        parts = self._quotas.allocate(gateways)
         of_gateways, of_groups = await asyncio.gather(
             self._tell({name: ToServer(parts[name]) for name in gateways}),
             self._tell(dict.fromkeys(groups, ToServer())),
@@ -40,22 +40,24 @@ class PeerSync:
         self.wanted = dict(sum((Counter(server.wanted) for server in of_groups.values()), Counter()))
         self._count(gateways, of_gateways)
         for name, server in of_groups.items():
-            self._shares.heard(name, server.served)
-        elsewhere = self._shares.deal()
+            self._shares.received(name, server.served)
+        elsewhere = self._shares.take_elsewhere()
         await self._tell({name: ToServer(elsewhere=rows) for name, rows in elsewhere.items() if rows})
         return of_gateways, of_groups
 
-    async def _tell(self, told: Mapping[str, ToServer]) -> Heard:
+    async def _tell(self, told: Mapping[str, ToServer]) -> Received:
         answers = await asyncio.gather(*(self._tell_one(name, what) for name, what in told.items()))
         return {name: answer for name, answer in zip(told, answers, strict=True) if answer is not None}
 
-    def _count(self, gateways: Sequence[str], heard: Heard) -> None:
+    def _count(self, gateways: Sequence[str], received: Received) -> None:
         """Note the use of limits, and forget gateways that are gone."""
         for name in gateways:
-            self._unheard[name] = 0 if name in heard else self._unheard.get(name, 0) + 1
-        for name, server in heard.items():
-            self._quotas.heard(name, server.asked, server.parts)
-        for name in [name for name, times in self._unheard.items() if times > FORGOTTEN_AFTER or name not in gateways]:
+            self._unanswered[name] = 0 if name in received else self._unanswered.get(name, 0) + 1
+        for name, server in received.items():
+            self._quotas.received(name, server.asked, server.parts)
+        for name in [
+            name for name, times in self._unanswered.items() if times > FORGOTTEN_AFTER or name not in gateways
+        ]:
             self._quotas.forget(name)
-            del self._unheard[name]
+            del self._unanswered[name]
         self._quotas.decay()

@@ -44,7 +44,7 @@ class FromServer(msgspec.Struct, frozen=True):
     """Since the exchange before; at the first one nothing has been counted.
 
     arrivals  requests by stream and model.  asked : requests by limited key, also refused ones
-    parts     of the limits, which the server uses now, by key; only keys that asked, or were dealt a part
+    parts     of the limits, which the server uses now, by key; only keys that asked, or were given a part
     wanted    engines that the server could use now, by model
     served    of a group; of an exchange with something in `elsewhere` nothing: the next one tells it
     """
@@ -79,12 +79,12 @@ class Peers:
             self._counting = True
             self._cluster.journal.listen(self._observe)
         told, _ = read_body(_TO_SERVER, body, BodyLimits())
-        self._limits.deal(told.parts)
+        self._limits.use_quotas(told.parts)
         for elsewhere in told.elsewhere:
             self._charge(elsewhere)
         arrivals, self._arrivals = self._arrivals, Counter()
         asked = self._limits.asked()
-        parts = {name: self._limits.part_of[name] for name in {*asked, *told.parts} & self._limits.part_of.keys()}
+        parts = {name: self._limits.quota_of[name] for name in {*asked, *told.parts} & self._limits.quota_of.keys()}
         return FromServer(
             tuple((stream, model, count) for (stream, model), count in arrivals.items()),
             asked,

@@ -1,4 +1,4 @@
-"""Each gateway's part of the keys' limits, dealt anew once a second by where the requests come.
+"""Each gateway's part of the keys' limits, allocated anew once a second by where the requests come.
 
 The parts of a key add up to at most 1 at every moment, for a gateway's part grows only when the others have said that
 theirs are smaller. So no key gets more than its limit, but for these:
@@ -27,7 +27,7 @@ class Quotas:
         self._asked: dict[str, dict[str, float]] = {}  # key -> gateway -> requests, with decay
         self._held: dict[str, dict[str, float]] = {}  # key -> gateway -> part that the gateway uses
 
-    def heard(self, gateway: str, asked: Mapping[str, int], parts: Mapping[str, float]) -> None:
+    def received(self, gateway: str, asked: Mapping[str, int], parts: Mapping[str, float]) -> None:
         """Note what a gateway told."""
         for key, count in asked.items():
             self._asked.setdefault(key, {})[gateway] = self._asked.get(key, {}).get(gateway, 0.0) + count
@@ -40,13 +40,13 @@ class Quotas:
             by_gateway.pop(gateway, None)
 
     def decay(self) -> None:
-        """Call once for each round of exchanges, after `heard`."""
+        """Call once for each round of exchanges, after `received`."""
         for key, by_gateway in list(self._asked.items()):
             self._asked[key] = {gateway: MEMORY * asked for gateway, asked in by_gateway.items() if asked > FORGET}
             if not self._asked[key]:
                 del self._asked[key]
 
-    def deal(self, gateways: Sequence[str]) -> dict[str, dict[str, float]]:
+    def allocate(self, gateways: Sequence[str]) -> dict[str, dict[str, float]]:
         """The parts that each of the gateways may use from now on, by gateway and key."""
         parts: dict[str, dict[str, float]] = {gateway: {} for gateway in gateways}
         for key in self._asked.keys() | self._held.keys():

@@ -26,7 +26,7 @@ class Scaling:
         self._peaks: dict[tuple[str, str], Peak] = {}
         self._wants: dict[str, dict[str, int]] = {}  # engines by group and model; of a silent group the last ones
 
-    def heard(self, group: str, wanted: Mapping[str, int], now_s: float) -> None:
+    def received(self, group: str, wanted: Mapping[str, int], now_s: float) -> None:
         """wanted : engines by model"""
         peaks = self._peaks
         self._wants[group] = {

@@ -15,28 +15,28 @@ from llmserve.machines.peers import Served
 
 
 class ServedShares:
-    """Collects what groups have served since it was last dealt."""
+    """Collects what groups have served since it was last taken."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, Sequence[Served]] = {}
+        self._received: dict[str, Sequence[Served]] = {}
 
-    def heard(self, group: str, served: Sequence[Served]) -> None:
-        self._heard[group] = served
+    def received(self, group: str, served: Sequence[Served]) -> None:
+        self._received[group] = served
 
-    def deal(self) -> dict[str, tuple[Served, ...]]:
+    def take_elsewhere(self) -> dict[str, tuple[Served, ...]]:
         """What each group is told, by group: of each set of models that share engines, the service elsewhere.
 
         Two sets compete if they have a model in common.
         """
-        heard, self._heard = self._heard, {}
+        received, self._received = self._received, {}
         by_model: dict[str, list[tuple[str, Served]]] = {}
-        for group, sets in heard.items():
+        for group, sets in received.items():
             for served in sets:
                 for model in served.models:
                     by_model.setdefault(model, []).append((group, served))
         return {
             group: tuple([told for served in sets if (told := _elsewhere(group, served, by_model)).tokens])
-            for group, sets in heard.items()
+            for group, sets in received.items()
         }
 
 

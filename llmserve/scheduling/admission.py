@@ -1,4 +1,4 @@
-"""Which requests may wait; and the slots that batch items leave free for online requests, learnt from arrivals."""
+"""Which requests may wait; and the slots that batch items leave free for online requests, learned from arrivals."""
 
 from __future__ import annotations
 

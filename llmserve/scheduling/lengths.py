@@ -21,13 +21,13 @@ ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer 
 ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
 
 
-class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
+class Learned(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model's numbers from before the scheduler's start.
 
     scores, lengths  sample of scores, and the length of each one's answer; lengths () when they are not known
     service          seconds a token, tokens an answer, and the weight of both in answers (ServiceTime)
 
-    The trust in predictions is not kept: it was measured on forecasts from a time when less was learnt.
+    The trust in predictions is not kept: it was measured on forecasts from a time when less was learned.
     """
 
     scores: tuple[float, ...] = ()

@@ -79,7 +79,7 @@ class Calibration:
 
 
 class PromptTime:
-    """Seconds that a slot spends on each token of a prompt, learnt from answers.
+    """Seconds that a slot spends on each token of a prompt, learned from answers.
 
     The seconds of an answer are regressed on the tokens of answer and prompt, with an overhead, by least squares.
     A few prompts are far longer than most: lest chance give them much time, the slope is less CERTAIN standard errors.

@@ -7,7 +7,7 @@ changes by some sqrt(N), as that of a Poisson process does; so the reserve is
 
     R_c(N) = c sqrt(N + 1),   as square-root staffing has it (Halfin and Whitt, Operations Research 29, 1981)
 
-and c is learnt from arrivals. Each online arrival is played against every c of a row at once:
+and c is learned from arrivals. Each online arrival is played against every c of a row at once:
 
     S, s   slots, and the mean seconds of an item
     N      slots that online requests wanted before the arrival

@@ -20,7 +20,7 @@ from llmserve.scheduling.choice.dispatch import Dispatch, FixedDispatch
 from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR, FixedOrder, Order
 from llmserve.scheduling.choice.preemption import MomentDispatch
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.lengths import Learnt, SeenLengths
+from llmserve.scheduling.lengths import Learned, SeenLengths
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues.binning import Binning
@@ -78,7 +78,7 @@ WINDOW_BATCHES = 32
 ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
 SEEN_LEAST = 1024  # least window of answers whose lengths plans use
-NOTHING_LEARNT = Learnt()
+NOTHING_LEARNED = Learned()
 ANSWERS_LEAST = 512  # answers before edges are fitted to answers
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
 
@@ -323,7 +323,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         *,
         order: Order | None = None,
         release: Callable[[Arrivals], Release] | None = None,
-        learnt: Mapping[str, Learnt] = MappingProxyType({}),
+        learnt: Mapping[str, Learned] = MappingProxyType({}),
     ) -> Scheduler:
         """Create a scheduler from a resolved configuration.
 
@@ -345,7 +345,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
                 order=dispatch.order,
                 release=release,
                 tally=tally,
-                learnt=learnt.get(model, NOTHING_LEARNT),
+                learnt=learnt.get(model, NOTHING_LEARNED),
             ),
             dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
@@ -366,7 +366,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         order: Order | None = None,
         release: Callable[[Arrivals], Release] | None = None,
         tally: Tally | None = None,
-        learnt: Learnt = NOTHING_LEARNT,
+        learnt: Learned = NOTHING_LEARNED,
     ) -> ModelQueues:
         """Create the queues of a model. Arguments and errors are those of `scheduler`. learnt : of this model."""
         bins = self.bins_count

@@ -64,8 +64,8 @@ class KeyLimits:
         self.prices: Mapping[str, Price] = MappingProxyType({})
         self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
         self.ledger = ledger
-        self._first_part = part
-        self.part_of: dict[str, float] = {}  # of the limits, by key: what other servers use is not this one's
+        self._first_quota = part
+        self.quota_of: dict[str, float] = {}  # of the limits, by key: what other servers use is not this one's
         self._accounts: dict[str, Account] = {}
         self._defaults: Limits | None = None
         self.change(file, defaults)
@@ -79,7 +79,7 @@ class KeyLimits:
             policy = file.policies.get(name, KeyPolicy())
             account = self._accounts.get(name)
             if account is None:
-                self.part_of.setdefault(name, self._first_part)
+                self.quota_of.setdefault(name, self._first_quota)
             if account is None or defaults != self._defaults or policy != account.policy:
                 account = account or self._accounts.setdefault(name, Account(name, self))
                 account.change(policy, policy.limits.over(defaults), self.ledger)
@@ -89,12 +89,12 @@ class KeyLimits:
         self.keys.replace(file.keys)
         self.prices, self._defaults = file.prices, defaults
 
-    def deal(self, parts: Mapping[str, float]) -> None:
-        """Take other parts of the limits. parts : 0 to 1, by key; keys that are not here are left out"""
-        for name, part in parts.items():
+    def use_quotas(self, quotas: Mapping[str, float]) -> None:
+        """Use other quotas. quotas : parts of the limits, 0 to 1, by key; keys that are not here are left out"""
+        for name, quota in quotas.items():
             account = self._accounts.get(name)
-            if account is not None and part != self.part_of.get(name):
-                self.part_of[name] = part
+            if account is not None and quota != self.quota_of.get(name):
+                self.quota_of[name] = quota
                 account.resize()
 
     def asked(self) -> dict[str, int]:
@@ -173,7 +173,7 @@ class Account:
 
     @property
     def _part(self) -> float:
-        return self.limits.part_of.get(self.name, 1.0)
+        return self.limits.quota_of.get(self.name, 1.0)
 
     def resize(self) -> None:
         """Take this server's part of the limits; what counts against them stays."""

@@ -13,7 +13,7 @@ from llmserve.live import journal
 from llmserve.live.calls import request_of
 from llmserve.live.journal import Header, Journal, Step
 from llmserve.request import Call, EngineInfo, Request, Wire
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.messages import (
     EngineReady,
     PreemptBatch,
@@ -106,7 +106,7 @@ def test_a_replay_learns_the_same_paces_and_preempts_alike(tmp_path: Path) -> No
 def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp_path: Path) -> None:
     """A model that was learnt of gets its own edges and times, an engine its pace; others begin as ever."""
     config = SchedulingConfig(order="flex", bins=2, batch_size=4).resolved(barrier=True)
-    learnt = {"a": Learnt((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0))}
+    learnt = {"a": Learned((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0))}
     header = Header(config, (1.0, 2.0), learnt=learnt)
     info = EngineInfo("e", 4, True, speeds={"": StepTimes(0.1, (0.1,) * 4)}, paces={"a": 1.5})
     with Journal(header, path=tmp_path / "j") as book:

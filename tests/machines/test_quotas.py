@@ -35,7 +35,7 @@ class Gateway:
 
     @property
     def part(self) -> float:
-        return self.limits.part_of["ann"]
+        return self.limits.quota_of["ann"]
 
 
 class Gateways:
@@ -51,11 +51,11 @@ class Gateways:
         for number, times in asks.items():
             self.gateways[number].ask(times)
         self.clock[0] += 1.0
-        parts = self.quotas.deal([str(number) for number in range(len(self.gateways))])
+        parts = self.quotas.allocate([str(number) for number in range(len(self.gateways))])
         for number, gateway in enumerate(self.gateways):
-            gateway.limits.deal(parts[str(number)])
+            gateway.limits.use_quotas(parts[str(number)])
             asked = gateway.limits.asked()
-            self.quotas.heard(str(number), asked, dict(gateway.limits.part_of))
+            self.quotas.received(str(number), asked, dict(gateway.limits.quota_of))
             assert sum(gateway.part for gateway in self.gateways) <= 1.0 + 1e-9
         self.quotas.decay()
 
@@ -97,11 +97,11 @@ def test_parts_follow_a_key_that_moves_to_another_gateway() -> None:
 
 def test_the_parts_of_a_gateway_that_is_gone_are_free() -> None:
     quotas = Quotas()
-    quotas.heard("a", {"ann": 10}, {"ann": 0.9})
-    quotas.heard("b", {"ann": 10}, {"ann": 0.1})
-    assert quotas.deal(["a", "b"])["b"]["ann"] == pytest.approx(0.1)
+    quotas.received("a", {"ann": 10}, {"ann": 0.9})
+    quotas.received("b", {"ann": 10}, {"ann": 0.1})
+    assert quotas.allocate(["a", "b"])["b"]["ann"] == pytest.approx(0.1)
     quotas.forget("a")
-    assert quotas.deal(["b"])["b"]["ann"] == pytest.approx(1.0)
+    assert quotas.allocate(["b"])["b"]["ann"] == pytest.approx(1.0)
 
 
 def test_a_request_larger_than_a_gateways_part_goes_when_the_bucket_is_full_and_leaves_a_debt() -> None:

@@ -44,16 +44,16 @@ def test_replicas_grow_at_once_to_their_limit_and_shrink_when_fewer_were_wanted_
     file, scaling = cluster(tmp_path), Scaling({}, 0.0)
     plan = file.first_plan()
     assert replicas(scaling.scaled(file, plan, 0.0)[0]) == [2, 1]
-    scaling.heard("all", {"m": 4, "n": 9}, 1.0)
+    scaling.received("all", {"m": 4, "n": 9}, 1.0)
     grown, larger = scaling.scaled(file, plan, 1.0)
     assert replicas(grown) == [4, 1], "n has no replicas_max"
     assert larger.groups[0].workers == ("m-0", "m-1", "n-0", "m-2", "m-3")
     assert set(owners(grown, larger, {})) == {"m-0", "m-1", "m-2", "m-3", "n-0"}
-    scaling.heard("all", {"m": 99}, 2.0)
+    scaling.received("all", {"m": 99}, 2.0)
     assert replicas(scaling.scaled(file, plan, 2.0)[0]) == [5, 1]
-    scaling.heard("all", {"m": 1}, 3.0)
+    scaling.received("all", {"m": 1}, 3.0)
     assert replicas(scaling.scaled(file, plan, DOWN_AFTER_S)[0]) == [5, 1]
-    scaling.heard("all", {"m": 1}, 2.0 + LATER_S)
+    scaling.received("all", {"m": 1}, 2.0 + LATER_S)
     assert scaling.scaled(file, plan, 2.0 + LATER_S) == (file, plan)
 
 
@@ -61,7 +61,7 @@ def test_a_silent_group_and_another_controller_stop_nothing(tmp_path: Path) -> N
     file, scaling = cluster(tmp_path), Scaling({"m": 4}, 0.0)
     assert replicas(scaling.scaled(file, file.first_plan(), DOWN_AFTER_S - 1.0)[0]) == [4, 1]
     assert replicas(scaling.scaled(file, file.first_plan(), LATER_S)[0]) == [2, 1]
-    scaling.heard("all", {"m": 3}, LATER_S)
+    scaling.received("all", {"m": 3}, LATER_S)
     assert replicas(scaling.scaled(file, file.first_plan(), 9 * LATER_S)[0]) == [3, 1]
 
 
@@ -77,8 +77,8 @@ def test_a_plan_with_more_workers_starts_replicas(tmp_path: Path) -> None:
 def test_each_group_gets_the_workers_that_it_wants(tmp_path: Path) -> None:
     file, scaling = cluster(tmp_path), Scaling({}, 0.0)
     plan = Plan((HerdGroup("a", 1, ("m",)), HerdGroup("b", 1, (), (("night", "m"),)), HerdGroup("c", 1, ("n",))))
-    scaling.heard("a", {"m": 2}, 0.0)
-    scaling.heard("b", {"m": 3}, 0.0)
+    scaling.received("a", {"m": 2}, 0.0)
+    scaling.received("b", {"m": 3}, 0.0)
     grown, larger = scaling.scaled(file, plan, 0.0)
     assert replicas(grown) == [5, 1]
     assert [group.gpus for group in larger.groups] == [2, 3, 1]

@@ -55,8 +55,8 @@ class Groups:
     def exchange(self) -> None:
         for name, group in self.groups.items():
             served = [Served(models, tokens) for models, tokens in group.scheduler.group.served()]
-            self._shares.heard(name, served)
-        for name, told in self._shares.deal().items():
+            self._shares.received(name, served)
+        for name, told in self._shares.take_elsewhere().items():
             for row in told:
                 group = self.groups[name]
                 group.scheduler.handle(ServedElsewhere(row.models[0], dict(row.tokens)), group.now_s)
@@ -96,15 +96,15 @@ def test_a_share_that_does_not_wait_owes_nothing_for_what_others_served_it() -> 
 
 def test_only_groups_with_a_model_in_common_are_told() -> None:
     shares = ServedShares()
-    shares.heard("a", [Served(("m", "n"), {"ann": 5.0}), Served(("o",), {"ann": 1.0})])
-    shares.heard("b", [Served(("n", "m"), {"ann": 2.0, "ben": 3.0})])
-    shares.heard("c", [Served(("p",), {"ann": 9.0})])
-    assert shares.deal() == {
+    shares.received("a", [Served(("m", "n"), {"ann": 5.0}), Served(("o",), {"ann": 1.0})])
+    shares.received("b", [Served(("n", "m"), {"ann": 2.0, "ben": 3.0})])
+    shares.received("c", [Served(("p",), {"ann": 9.0})])
+    assert shares.take_elsewhere() == {
         "a": (Served(("m", "n"), {"ann": 2.0, "ben": 3.0}),),
         "b": (Served(("n", "m"), {"ann": 5.0}),),
         "c": (),
     }
-    assert shares.deal() == {}, "each service is told once"
+    assert shares.take_elsewhere() == {}, "each service is told once"
 
 
 def test_what_was_charged_too_much_is_not_told() -> None:

@@ -193,7 +193,7 @@ class Account:
         self._steady = True  # no engine was closed or lost
         self._asked: set[str] = set()  # models whose dispatch plan is being solved
         self._models: dict[str, None] = {}  # all models that engines or requests have named, as an ordered set
-        self._helpless_since_s: dict[str, float] = {}  # since when no working engine serves the model
+        self._no_engine_since_s: dict[str, float] = {}  # since when no working engine serves the model
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests in its first start
         self._of_items: set[int] = set()  # batches of items
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
@@ -256,7 +256,7 @@ class Account:
         request = event.request
         up = any(engine.up or engine.expected for engine in self._serving(request.model))
         self._models[request.model] = None
-        self._update_helpless()
+        self._update_no_engine()
         full = len(self.items if request.background else self._waiting) >= self._config.queue_requests_max
         expired = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
@@ -374,13 +374,13 @@ class Account:
             engine.open_until_s = None
         engine.info, engine.up = event.engine, True
         self._models.update(dict.fromkeys(event.engine.models))
-        self._update_helpless()
+        self._update_no_engine()
 
     def _closed(self, event: EngineClosed, actions: Sequence[Action]) -> None:
         engine = self._engines[event.engine]
         engine.up = self._steady = False
         engine.expected = event.expected
-        self._update_helpless()
+        self._update_no_engine()
 
     def _lost(self, event: EngineLost, actions: Sequence[Action]) -> None:
         engine = self._engines[event.engine]
@@ -395,7 +395,7 @@ class Account:
                 self._alive[request_id].engine = None
             else:
                 self._back(request_id, event.engine, "engine_lost")
-        self._update_helpless()
+        self._update_no_engine()
 
     def _drain(self, event: DrainRequested, actions: Sequence[Action]) -> None:
         self._draining = True
@@ -445,12 +445,12 @@ class Account:
     def _serving(self, model: str) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.info.serves(model)]
 
-    def _update_helpless(self) -> None:
+    def _update_no_engine(self) -> None:
         for model in self._models:
             if any(engine.works for engine in self._serving(model)):
-                self._helpless_since_s.pop(model, None)
+                self._no_engine_since_s.pop(model, None)
             else:
-                self._helpless_since_s.setdefault(model, self._now_s)
+                self._no_engine_since_s.setdefault(model, self._now_s)
 
     def _update_preemptions(self, event: Event) -> None:
         for worker in self._workers.values():
@@ -464,17 +464,17 @@ class Account:
     # ---- actions ----
 
     def _apply(self, event: Event, actions: Sequence[Action]) -> None:
-        helpless_since_s = dict(self._helpless_since_s)
+        no_engine_since_s = dict(self._no_engine_since_s)
         self._passable |= passable(self._scheduler, self._infos)
         for action in actions:
             if isinstance(action, StartBatch):
                 self._start(self._engines[action.engine], action.batch)
             elif isinstance(action, FailRequest):
-                self._fail(action, event, helpless_since_s)
+                self._fail(action, event, no_engine_since_s)
             elif isinstance(action, ReportCircuit):
                 until_s = None if action.open_s is None else self._now_s + action.open_s
                 self._engines[action.engine].open_until_s = until_s
-                self._update_helpless()
+                self._update_no_engine()
             elif isinstance(action, PreemptBatch):
                 self._preempt(action)
             elif isinstance(action, AbortRequest):
@@ -724,7 +724,7 @@ class Account:
             assert len(batch.requests) >= requests_min, f"{worker.stopped} made room for only {len(batch.requests)}"
             worker.stopped = None
 
-    def _fail(self, action: FailRequest, event: Event, helpless_since_s: dict[str, float]) -> None:
+    def _fail(self, action: FailRequest, event: Event, no_engine_since_s: dict[str, float]) -> None:
         life = self._alive.get(action.request_id)
         assert life is not None, f"request {action.request_id} failed after its end"
         assert life.engine is None, f"request {action.request_id} failed while it ran"
@@ -745,12 +745,12 @@ class Account:
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only a timer may end the wait for an engine"
-            self._assert_engines_were_waited_for(life, helpless_since_s)
+            self._assert_engines_were_waited_for(life, no_engine_since_s)
         self._end(action.request_id, action.reason)
 
-    def _assert_engines_were_waited_for(self, life: Life, helpless_since_s: dict[str, float]) -> None:
-        assert life.request.model in helpless_since_s, "an engine is up"
-        wait_s = self._now_s - max(helpless_since_s[life.request.model], life.arrived_at_s)
+    def _assert_engines_were_waited_for(self, life: Life, no_engine_since_s: dict[str, float]) -> None:
+        assert life.request.model in no_engine_since_s, "an engine is up"
+        wait_s = self._now_s - max(no_engine_since_s[life.request.model], life.arrived_at_s)
         assert wait_s >= self._config.engine_wait_s - NEAR_S, f"requests waited for engines only {wait_s} s"
 
     def _assert_it_is_late(self, request: Request, deadline_s: float) -> None:
@@ -794,7 +794,7 @@ class Account:
 
     def _assert_it_gives_up(self, life: Life, wake_at_s: float) -> None:
         """A request waits for a working engine for engine_wait_s."""
-        since_s = self._helpless_since_s.get(life.request.model)
+        since_s = self._no_engine_since_s.get(life.request.model)
         if since_s is not None:
             due_s = max(since_s, life.arrived_at_s) + self._config.engine_wait_s
             assert wake_at_s < math.inf, "requests would wait endlessly for an engine"

@@ -20,7 +20,7 @@ from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.messages import (
     REVISIONS_MAX,
     ForecastsRevised,
@@ -135,7 +135,7 @@ class World:
     config: SchedulingConfig
     scores: tuple[float, ...]
     lengths: tuple[float, ...]
-    learnt: dict[str, Learnt]
+    learnt: dict[str, Learned]
     engines: tuple[EngineLife, ...]
     arrivals: tuple[Arrival, ...]
     leavings: dict[int, Leaving]
@@ -355,7 +355,7 @@ def _sample(
 
 def _learnt(
     rng: random.Random, tokens: Sequence[float], models: Sequence[str], unit_s: float, *, times_known: bool
-) -> dict[str, Learnt]:
+) -> dict[str, Learned]:
     """Of some models, and perhaps of a model that no engine serves any more. times_known : lengths are known, too."""
     mean_tokens = sum(tokens) / len(tokens)
     learnt = {}
@@ -365,7 +365,7 @@ def _learnt(
             lengths = tuple(rng.choices(tokens, k=len(scores)))
         seconds_per_token = unit_s / mean_tokens * rng.choice([0.1, 1.0, 10.0])
         service = seconds_per_token, mean_tokens * rng.choice([0.5, 1.0, 3.0]), rng.choice([0.5, 1.0, 60.0])
-        learnt[model] = Learnt(scores, lengths, service if rng.random() < 0.8 else None)
+        learnt[model] = Learned(scores, lengths, service if rng.random() < 0.8 else None)
     return learnt
 
 

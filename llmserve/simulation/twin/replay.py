@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bins.profile import Profile
 from llmserve.errors import ConfigError
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.lengths import Learned
 from llmserve.settings.policies import PLANNED, Settings, named, order_settings, tuned
 from llmserve.simulation.cluster import EngineModel, SimulatedCluster
 from llmserve.simulation.collector import collector_paused
@@ -229,7 +229,7 @@ class _Lengths:
         return max(1.0, possible[request.id % len(possible)])
 
 
-def _learnt(recording: Recording, tokens: Sequence[float], costs: Mapping[str, Costs]) -> dict[str, Learnt]:
+def _learnt(recording: Recording, tokens: Sequence[float], costs: Mapping[str, Costs]) -> dict[str, Learned]:
     """What the server knew of each model: a sample of scores and lengths, and the seconds of a token."""
     by_model: dict[str, list[tuple[PastRequest, float]]] = {}
     for past, length in zip(recording.requests, tokens, strict=True):
@@ -241,5 +241,5 @@ def _learnt(recording: Recording, tokens: Sequence[float], costs: Mapping[str, C
         seconds, total = sum([took_s for took_s, _ in ran]), sum([length for _, length in ran])
         service = (seconds / total, total / len(ran), 64.0) if total > 0 and seconds > 0 else None
         scores = recording.scheduling.scores([request.quantiles for request, _ in forecast])
-        learnt[model] = Learnt(scores, tuple([length for _, length in forecast]), service)
+        learnt[model] = Learned(scores, tuple([length for _, length in forecast]), service)
     return learnt
