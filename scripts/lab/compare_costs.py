@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""What two checkouts cost, in turns: a hop, a stream's event, a step of the scheduler, a simulated request.
+"""What two checkouts cost, in turns: a hop, without and with a key and its limits, a stream's event, a step of the
+scheduler, a simulated request.
 
     git worktree add ../before COMMIT
     python scripts/lab/compare_costs.py ../before
@@ -35,9 +36,20 @@ from questions.performance.frontend import BODY, STREAM_TOKENS, STREAMS, load_wi
 
 CONNECTIONS = 32
 TOKEN_S = 0.004  # of each of the streams, so that hardly two events of one are read together
+KEY = "key-of-the-comparison"
+KEY_FILE = f"""
+[keys.one]
+key = "{KEY}"
+requests_per_minute = 100_000_000
+tokens_per_minute = 10_000_000_000
+tokens_waiting = 100_000_000
+concurrent = 10_000
+"""
+HEADERS = {"authorization": f"Bearer {KEY}"}
 REPEATS = 3  # of all streams
 QUANTITIES = {  # name : (unit, digits)
     "hop": ("us", 1),
+    "hop with a key": ("us", 1),
     "event of a stream": ("us", 2),
     "step of the scheduler": ("us", 1),
     "simulated request": ("us", 1),
@@ -58,7 +70,7 @@ def cpu_s(server: Server) -> float:
 
 async def hop_us(server: Server, seconds: float) -> float:
     before_s = cpu_s(server)
-    rate_per_s, _, _ = await load_with_aiohttp(server.url, CONNECTIONS, seconds)
+    rate_per_s, _, _ = await load_with_aiohttp(server.url, CONNECTIONS, seconds, HEADERS)
     return 1e6 * (cpu_s(server) - before_s) / (rate_per_s * seconds)
 
 
@@ -102,13 +114,13 @@ async def measure(checkouts: Mapping[str, Path], rounds: int, seconds: float, re
     values: dict[str, list[float]] = {f"{name}: {quantity}": [] for name in checkouts for quantity in QUANTITIES}
     async with AsyncExitStack() as stack:
 
-        async def serving(name: str, checkout: Path, engine_url: str) -> Server:
-            flags = ("--engine", engine_url, "--predictor", "none", "--log-level", "error")
+        async def serving(name: str, checkout: Path, engine_url: str, *more: str) -> Server:
+            flags = ("--engine", engine_url, "--predictor", "none", "--log-level", "error", *more)
             command = module("llmserve", "serve", *flags)
             place = running(name, command, ready="/ready", environment=environment_of(checkout))
             server = await stack.enter_async_context(place)
             async with client.session_of() as session:
-                assert (await client.ask(session, server.url, BODY)).answer
+                assert (await client.ask(session, server.url, BODY, HEADERS)).answer
             return server
 
         engines = {}
@@ -116,11 +128,19 @@ async def measure(checkouts: Mapping[str, Path], rounds: int, seconds: float, re
             flags = ("--step-s", str(step_s), "--slots", str(STREAMS))
             engines[kind] = (await stack.enter_async_context(fake_engine("fake", *flags))).url
         hops = {name: await serving(name, checkout, engines["whole"]) for name, checkout in checkouts.items()}
-        streams = {name: await serving(name, checkout, engines["streams"]) for name, checkout in checkouts.items()}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        keys = folder / "keys.toml"
+        keys.write_text(KEY_FILE, encoding="utf-8")
+        keys.chmod(0o600)
+        keyed = {
+            name: await serving(name, checkout, engines["whole"], "--api-key-file", str(keys))
+            for name, checkout in checkouts.items()
+        }
+        streams = {name: await serving(name, checkout, engines["streams"]) for name, checkout in checkouts.items()}
         for number in range(rounds):
             for name, checkout in list(checkouts.items())[:: 1 if number % 2 == 0 else -1]:
                 values[f"{name}: hop"].append(await hop_us(hops[name], seconds))
+                values[f"{name}: hop with a key"].append(await hop_us(keyed[name], seconds))
                 values[f"{name}: event of a stream"].append(await event_us(streams[name]))
                 values[f"{name}: simulated request"].append(await asyncio.to_thread(simulated_us, checkout, requests))
                 values[f"{name}: step of the scheduler"].append(await asyncio.to_thread(step_us, checkout, folder))

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from papers.shepherd.worker import SimulatedWorker
+from reader import Reader
 
 from bins.profile import StepTimes
 from llmserve.calls.in_flight import InFlightCall
@@ -25,7 +26,6 @@ from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.wire.terms import forwarded_terms
 from predictor.prompt import Prompt
-from tests.kit.reader import Reader
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kit import client
@@ -111,7 +111,9 @@ def load_with_wrk(url: str, connections: int, seconds: float) -> tuple[float, fl
     return requests / duration_us * 1e6, p50_us / 1e3, p99_us / 1e3
 
 
-async def load_with_aiohttp(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
+async def load_with_aiohttp(
+    url: str, connections: int, seconds: float, headers: Mapping[str, str] | None = None
+) -> tuple[float, float, float]:
     times_ms: list[float] = []
     data = json.dumps(BODY).encode()
     async with client.session_of() as session:
@@ -119,7 +121,7 @@ async def load_with_aiohttp(url: str, connections: int, seconds: float) -> tuple
 
         async def keep_asking() -> None:
             while (began_s := time.perf_counter()) < until_s:
-                async with session.post(f"{url}/v1/chat/completions", data=data) as response:
+                async with session.post(f"{url}/v1/chat/completions", data=data, headers=headers) as response:
                     await response.read()
                     assert response.status == 200
                 times_ms.append((time.perf_counter() - began_s) * 1e3)
