@@ -285,7 +285,7 @@ class EngineState:
         model, lead_s = self.weights(run.queued.request.model), first_s - run.started_at_s
         if run.loads:
             run.load_s = self.loaded.answered_after_load(model, lead_s, first_s)
-        elif run.concurrency <= self.info.slots:
+        elif run.concurrency == 1:  # as the run that begins a load; others may wait inside the engine
             self.loaded.answered(model, lead_s)
 
     # ---- speed ----

@@ -5,7 +5,7 @@ requests that start there tell which models it has, and how long a load takes:
 
     lead    seconds from the start of a run to the first token of the answer. Where the answer did not come as a stream,
             the seconds of the run less those of the answer's tokens
-    load_s  mean lead of the runs that began a load, less the mean lead of the other runs of the model
+    load_s  mean lead of the runs that began a load, less that of runs of the model that began alone without one
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LoadedModels:
             self._began_s = {model: at_s for model, at_s in self._began_s.items() if model in models}
 
     def answered(self, model: str, lead_s: float) -> None:
-        """Learn from a run that had a slot at once, and waited for no load. lead_s : until its first token"""
+        """Learn from a run that had the engine for itself, and waited for no load. lead_s : until its first token"""
         self._leads.setdefault(model, Mean(LEADS_KEPT)).observe(max(0.0, lead_s))
 
     def answered_after_load(self, model: str, lead_s: float, first_s: float) -> float:
