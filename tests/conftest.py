@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+# What numpy, torch and matplotlib read when they are imported, here or in a process that a test starts. Matrices are
+# small: threads that wait for each other on shared cores cost more time than they save.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "kit" / "matplotlibrc")
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks another host
+
 import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -17,8 +25,6 @@ from llmserve.engines.timed.server import FakeEngine
 from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks another host
 
 # On a shared machine with two workers the duration of one example says little.
 hypothesis.settings.register_profile("shared machine", deadline=None)

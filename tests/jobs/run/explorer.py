@@ -18,6 +18,8 @@ import asyncio
 import contextlib
 import errno
 import random
+import selectors
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.exc import OperationalError
 
 from llmserve.errors import EngineFailed, RateLimited, RequestError, Unauthorized, Unavailable
@@ -51,10 +53,20 @@ TROUBLE_S = 60.0
 CALM_S = 5000.0
 
 
+class NoSockets(selectors.SelectSelector):
+    """Asks the system for nothing, since nobody in these worlds waits for a socket."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return []
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Time passes only when everybody waits for it."""
 
     _virtual_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(NoSockets())
 
     def time(self) -> float:
         return self._virtual_s
@@ -72,6 +84,7 @@ class Disk:
         self.drawn = drawn
         self.trouble = 0.0  # probability that a statement fails
         self.engine = create_engine(f"sqlite:///{home / 'jobs.sqlite'}", connect_args={"isolation_level": None})
+        self.seen = sqlite3.connect(home / "jobs.sqlite", isolation_level=None)  # by the laws, without trouble
 
         @event.listens_for(self.engine, "connect")
         def set_up(connection: Any, record: object) -> None:
@@ -83,6 +96,10 @@ class Disk:
         raw.driver_connection.executescript(HISTORY)  # type: ignore[union-attr]
         raw.close()
         self.turn = asyncio.Lock()
+
+    def close(self) -> None:
+        self.seen.close()
+        self.engine.dispose()
 
     def may_fail(self) -> None:
         if self.drawn.random() < self.trouble:
@@ -421,8 +438,7 @@ class World:
         return {msgspec.json.decode(row)["custom_id"] for text in texts for row in text.splitlines()}
 
     def _rows(self, statement: str) -> list[Any]:
-        with self.disk.engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(text(statement))]
+        return self.disk.seen.execute(statement).fetchall()
 
     def check(self) -> None:
         assert not self.violations
@@ -499,7 +515,7 @@ async def _explore(home: Path, seed: int) -> World:
         mock.patch.object(Appended, "sync", failing_sync),
     ):
         await world.run()
-    world.disk.engine.dispose()
+    world.disk.close()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.sleep(0)
