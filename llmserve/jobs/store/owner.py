@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from llmserve.jobs.objects import ACTIVE, BatchRow, LineError, Status
@@ -21,10 +21,16 @@ from llmserve.jobs.store.rows import (
     shown,
     sound_rows,
 )
-from llmserve.jobs.store.servers import Servers
+from llmserve.jobs.store.servers import GENERATIONS, Servers
 from llmserve.jobs.store.tables import batches, segments, servers
 
 CLAIMS_MAX = 100  # in one transaction
+
+# What every server asks every second is built once.
+SEEN = select(batches.c.id, batches.c.epoch, batches.c.status).where(batches.c.status.in_(ACTIVE))
+OWNED = SEEN.where(batches.c.owner == bindparam("owner"))
+FREE = batches.c.owner.is_(None) | batches.c.owner.not_in(GENERATIONS)
+CLAIMABLE = SEEN.where(FREE).order_by(batches.c.expires_at, batches.c.seq).limit(bindparam("most"))
 
 
 class Progress(NamedTuple):
@@ -61,22 +67,18 @@ class OwnerStore:
 
     async def owned(self) -> list[Owned]:
         """The active batches of this server."""
-        mine = batches.c.owner == self.servers.generation, batches.c.status.in_(ACTIVE)
         async with self._database.read() as connection:
-            rows = await connection.execute(select(batches.c.id, batches.c.epoch, batches.c.status).where(*mine))
+            rows = await connection.execute(OWNED, {"owner": self.servers.generation})
             return [Owned(*row) for row in rows]
 
     async def alive(self) -> set[int]:
-        """The generations that count as alive."""
-        return {self.servers.generation, *await self.servers.others()}
+        """The generations that count as alive; this server's always does."""
+        return {self.servers.generation, *await self.servers.alive()}
 
     async def claimable(self, most: int = CLAIMS_MAX) -> list[Owned]:
         """Active batches without an owner that counts as alive, the earliest deadlines first."""
-        alive = select(servers.c.generation)
-        free = batches.c.owner.is_(None) | batches.c.owner.not_in(alive)
-        wanted = select(batches.c.id, batches.c.epoch, batches.c.status).where(batches.c.status.in_(ACTIVE), free)
         async with self._database.read() as connection:
-            rows = await connection.execute(wanted.order_by(batches.c.expires_at, batches.c.seq).limit(most))
+            rows = await connection.execute(CLAIMABLE, {"most": most})
             return [Owned(*row) for row in rows]
 
     async def claim(self, seen: Sequence[Owned], now_s: int) -> list[BatchRow]:

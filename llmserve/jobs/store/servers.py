@@ -10,8 +10,9 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from llmserve.jobs.store.database import Database
-from llmserve.jobs.store.rows import is_alive
 from llmserve.jobs.store.tables import servers
+
+GENERATIONS = select(servers.c.generation)
 
 
 class Servers:
@@ -41,30 +42,29 @@ class Servers:
         """Whether the generation of this server still stands. Buries the servers that have died."""
         try:
             await self._presence.check()
-            await self.bury_dead()
+            return self.generation in await self.bury_dead()
         except SQLAlchemyError:
             if self._presence.is_lost:
                 return False
             raise
-        return await self.is_alive()
 
-    async def is_alive(self) -> bool:
-        """Whether this server counts as alive."""
+    async def alive(self) -> set[int]:
+        """The generations that count as alive."""
         async with self._database.read() as connection:
-            return await is_alive(connection, self.generation)
+            return set((await connection.execute(GENERATIONS)).scalars())
 
-    async def others(self) -> list[int]:
-        """Generations of other servers that count as alive."""
-        async with self._database.read() as connection:
-            rows = await connection.execute(select(servers.c.generation))
-            return [generation for (generation,) in rows if generation != self.generation]
+    async def bury_dead(self) -> set[int]:
+        """Let servers that have died count as dead: their batches may be claimed, and their uploads fail.
 
-    async def bury_dead(self) -> None:
-        """Let servers that have died count as dead: their batches may be claimed, and their uploads fail."""
-        for generation in await self.others():
+        Returns the generations that count as alive.
+        """
+        alive = await self.alive()
+        for generation in sorted(alive - {self.generation}):
             if await self._presence.is_dead(generation):
                 async with self._database.write() as connection:
                     await connection.execute(delete(servers).where(servers.c.generation == generation))
+                alive.remove(generation)
+        return alive
 
     async def end(self) -> None:
         """End the life of this server."""
