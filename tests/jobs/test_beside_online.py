@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from batch_client import at, client_of, create, ended, jsonl, request, rows
 from front import Front, StartFront, until
 
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.scheduling.messages import RequestArrived, StartBatch
 from llmserve.settings.tree import ServerConfig
 
 SLOTS, LINES, LINE_TOKENS = 4, 32, 60
@@ -21,12 +21,25 @@ def contents(engine: FakeEngine) -> list[str]:
     return [json.loads(body)["messages"][0]["content"] for body in engine.bodies]
 
 
-async def begun_before(front: Front, engine: FakeEngine, name: str) -> int:
-    """Send an online request. Returns the number of lines that begin before it from now on."""
-    sent = len(engine.bodies)
+async def ask(front: Front, name: str) -> None:
     async with front.post(messages=[{"role": "user", "content": name}], max_tokens=3) as answer:
         assert answer.status == 200
-    return contents(engine).index(name) - sent
+
+
+def begun_meanwhile(front: Front) -> dict[int, int]:
+    """For each online request: how many lines began between its arrival and its start, by the journal."""
+    waiting: dict[int, int] = {}
+    begun: dict[int, int] = {}
+    for step in front.cluster.journal.steps:
+        if isinstance(step.event, RequestArrived) and not step.event.request.background:
+            waiting[step.event.request.id] = 0
+        for action in step.actions:
+            for started in action.batch.requests if isinstance(action, StartBatch) else ():
+                if started.background:
+                    waiting = {online: lines + 1 for online, lines in waiting.items()}
+                elif started.id in waiting:
+                    begun[started.id] = waiting.pop(started.id)
+    return begun
 
 
 async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
@@ -39,13 +52,12 @@ async def test_online_requests_never_wait_behind_a_line_that_had_not_begun(
         batch = await create(client, jsonl([request(number, max_tokens=LINE_TOKENS) for number in range(LINES)]))
         await until(lambda: engine.running == SLOTS)  # lines take every slot, and many more wait
         assert len(front.cluster.scheduler.batch_lane.waiting) > SLOTS
-        assert await begun_before(front, engine, "first") == 0, "it got the first slot that was free"
-        for number in range(4):
-            await asyncio.sleep(0.1)
-            assert await begun_before(front, engine, f"later {number}") <= 1, "one may begin while it is on its way"
+        for number in range(5):
+            await ask(front, f"online {number}")
         batch = await ended(client, batch)
         assert batch.status == "completed"
         assert len(await rows(client, batch.output_file_id)) == LINES
+        assert list(begun_meanwhile(front).values()) == [0] * 5, "each got the first slot that was free"
         async with front.session.get(f"{front.url}/metrics") as response:
             metrics = (await response.text()).splitlines()
         assert f'llmserve_job_lines_ended_total{{outcome="completed"}} {LINES}.0' in metrics
