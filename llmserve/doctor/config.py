@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 
 from llmserve.doctor.finding import Finding
-from llmserve.engines.dialects import SLOTS_FIRST
 from llmserve.engines.engine import EngineError, Health
 from llmserve.engines.kinds import Servers
 from llmserve.engines.openai import OpenAIEngine
@@ -68,20 +67,12 @@ def _slots_of(engine: OpenAIEngine, probed: Probed) -> int:
 
 
 def engine_findings(config: Config, probed: Probed) -> Iterator[Finding]:
-    guessed = config.engines.slots is None and not config.engines.barrier
     for name, health in probed.items():
         if isinstance(health, EngineError):
             remedy = REMEDIES.get(health.code or "", "Start it, or correct its URL.")
             yield Finding("wrong", "engine_down", f"{_capital(str(health))}.", remedy)
         elif not health.models:
             yield Finding("wrong", "no_model", f"Engine {name} lists no model.", "Start it with a model.")
-        elif guessed and not health.load_known and health.told.slots is None:
-            yield Finding(
-                "slow",
-                "slots_guessed",
-                f"Engine {name} ({health.program}) does not tell its slots: they are guessed to be {SLOTS_FIRST}.",
-                "Give --slots: the number of requests that the engine runs at once (vLLM: --max-num-seqs).",
-            )
 
 
 def model_findings(config: Config, probed: Probed) -> Iterator[Finding]:

@@ -121,15 +121,7 @@ def slots(scrape: Scrape) -> Iterator[Finding]:
     load_known, count = (scrape.by(f"llmserve_engine_{name}", "engine") for name in ("load_known", "slots"))
     for engine, known in scrape.by("llmserve_engine_slots_known", "engine").items():
         guess = f"{count.get(engine, 0):.0f}"
-        if not known and not load_known.get(engine, 1.0):
-            yield Finding(
-                "slow",
-                "slots_guessed",
-                f"The slots of engine {_named(scrape, engine)} are guessed to be {guess}, and its metrics cannot "
-                "correct the guess.",
-                "Give --slots: the number of requests that the engine runs at once (vLLM: --max-num-seqs).",
-            )
-        elif not known:
+        if not known:
             yield Finding(
                 "note",
                 "slots_growing",

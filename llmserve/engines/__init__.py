@@ -11,6 +11,6 @@ part         : the engines of a server: those that llmserve starts, and those th
 power        : the energy that this machine's GPUs draw, by NVML
 process      : an engine server as a child process: started, watched, restarted, and ended with llmserve
 probing      : probes of an engine: its program, its health, its models, its load
+slots        : learns how many requests an engine runs at once, from its answers and from what it tells
 vllm         : vLLM servers that llmserve starts, each with its own GPUs
-vllm_metrics : learns an engine's slots from what it tells of its running and waiting requests
 """

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from llmserve.engines.dialects import NOTHING_TOLD, UNKNOWN_PROGRAM, Program, Told
+from llmserve.engines.slots import SlotsLearner
 from llmserve.http.connecting import HttpError
 from llmserve.request import Batch, Call, EngineInfo
 from llmserve.wire.error_objects import ErrorObject, Verdict
@@ -191,10 +192,12 @@ class Answer(Protocol):
 class Engine(Protocol):
     """A client of an engine.
 
+    slots    learns how many requests the engine runs at once; None: `info` is all that is to know
     restart  restart the engine's process and wait until it is ready; None for an engine that llmserve did not start
     """
 
     info: EngineInfo
+    slots: SlotsLearner | None
     restart: Callable[[], Awaitable[None]] | None
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> Answer:

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 from llmserve import demo as embedded
 from llmserve.engines import group_server
 from llmserve.engines import vllm as vllm_process
-from llmserve.engines.dialects import HEALTH_PATH, LLMSERVE, SLOTS_FIRST
+from llmserve.engines.dialects import HEALTH_PATH, LLMSERVE
 from llmserve.engines.group_server import GroupServer
 from llmserve.engines.openai import OpenAIEngine, Timeouts
 from llmserve.engines.process import EngineProcess
+from llmserve.engines.slots import SLOTS_FIRST, SlotsLearner
 from llmserve.errors import ConfigError
 from llmserve.request import EngineInfo
 from llmserve.runtime.extras import need_embedded
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-LOOK_AHEAD, LOOK_AHEAD_BY_PRIORITY = 2, 8
-"""Requests beyond an engine's slots. An engine that goes by priority may hold more, for it keeps their order."""
+LOOK_AHEAD_BY_PRIORITY = 8  # an engine that goes by priority may hold more than its slots, for it keeps their order
 
 
 class EngineKind:
@@ -61,7 +61,7 @@ class EngineKind:
         raise NotImplementedError
 
     def _connected(
-        self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, learns_slots: bool = False
+        self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, slots: SlotsLearner | None = None
     ) -> OpenAIEngine:
         settings, live = self.settings, self.config.live
         return (GroupServer if settings.engines_are_groups else OpenAIEngine)(
@@ -74,20 +74,34 @@ class EngineKind:
             probe_path=live.probe_path if process is None else HEALTH_PATH,
             api_key=process.api_key if process is not None else settings.engine_api_key,
             restart=process.restart if process is not None else None,
-            learns_slots=learns_slots,
+            slots=slots,
             dialect=LLMSERVE if settings.engines_are_groups else None,
         )
 
-    def _info(self, name: str, slots: int | None, worker: str = "", *, by_priority: bool) -> EngineInfo:
-        """Return the scheduler's description of an engine. slots : None: not known yet."""
+    def _refill(
+        self,
+        name: str,
+        url: str,
+        process: EngineProcess | None = None,
+        *,
+        slots: int | None,
+        worker: str = "",
+        by_priority: bool,
+    ) -> OpenAIEngine:
+        """Return the client of an engine whose slots refill, or of a barrier engine. slots : None: unknown"""
         if self.settings.barrier:
-            return EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
+            info = EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
+            return self._connected(info, url, process)
         look_ahead = self.settings.look_ahead
-        if look_ahead is None:
-            look_ahead = LOOK_AHEAD_BY_PRIORITY if by_priority else LOOK_AHEAD
-        return EngineInfo(
-            name, slots or SLOTS_FIRST, False, look_ahead=look_ahead, worker=worker, by_priority=by_priority
+        if look_ahead is None and by_priority:
+            look_ahead = LOOK_AHEAD_BY_PRIORITY
+        learner = SlotsLearner(
+            slots or SLOTS_FIRST, fixed=slots is not None, look_ahead=look_ahead, in_order=not by_priority
         )
+        info = EngineInfo(
+            name, learner.slots, False, look_ahead=learner.look_ahead, worker=worker, by_priority=by_priority
+        )
+        return self._connected(info, url, process, slots=learner)
 
 
 class Embedded(EngineKind):
@@ -163,11 +177,8 @@ class Vllm(EngineKind):
         slots, by_priority = self._slots_of_each, vllm_process.goes_by_priority(self.settings.engine_args)
         if slots is not None:
             slots *= vllm_process.ranks_of(self.settings.engine_args)
-        learns = not self.settings.barrier and slots is None
         return [
-            self._connected(
-                self._info(process.name, slots, by_priority=by_priority), process.url, process, learns_slots=learns
-            )
+            self._refill(process.name, process.url, process, slots=slots, by_priority=by_priority)
             for process in self._processes
         ]
 
@@ -190,15 +201,12 @@ class Servers(EngineKind):
                 self._connected(EngineInfo(engine_name(url), group_server.SLOTS, False, worker=worker), url)
                 for worker, url in self.settings.placed_urls
             ]
-        slots = self.settings.slots
-        learns = not self.settings.barrier and slots is None
+        settings = self.settings
         return [
-            self._connected(
-                self._info(engine_name(url), slots, worker, by_priority=self.settings.engine_priority),
-                url,
-                learns_slots=learns,
+            self._refill(
+                engine_name(url), url, slots=settings.slots, worker=worker, by_priority=settings.engine_priority
             )
-            for worker, url in self.settings.placed_urls
+            for worker, url in settings.placed_urls
         ]
 
 

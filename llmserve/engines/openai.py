@@ -18,7 +18,7 @@ from llmserve.engines.additions import PRIORITY, USAGE, Additions, Asking, with_
 from llmserve.engines.dialects import HEALTH_PATH, Dialect
 from llmserve.engines.engine import NOTHING, EngineError, Headers, Health, Passed, late_error, no_answer
 from llmserve.engines.probing import HEADERS_KEPT, Gets, Prober
-from llmserve.engines.vllm_metrics import SlotsLearner
+from llmserve.engines.slots import SlotsLearner
 from llmserve.http.client import HttpClient, Response
 from llmserve.http.connecting import HttpError
 from llmserve.request import Batch, Call, EngineInfo
@@ -163,10 +163,10 @@ Kind = TypeVar("Kind", bound=HttpAnswer)
 class OpenAIEngine:
     """An engine at `url` (scheme, host, port and optional path prefix; a trailing /v1 is removed).
 
-    api_key is sent as a bearer token; the client's key is never sent to the engine. learns_slots: `info.slots` is a
-    first guess. probe_path: where the engine says whether it is healthy; by default where its dialect has it. dialect:
-    of the engine; None: to be recognised. answer_bytes_max: of a whole answer. A stream is passed on as it comes, and
-    has no limit but time.
+    api_key is sent as a bearer token; the client's key is never sent to the engine. slots: learns how many requests
+    the engine runs at once; None: `info` is all that is to know. probe_path: where the engine says whether it is
+    healthy; by default where its dialect has it. dialect: of the engine; None: to be recognised. answer_bytes_max: of
+    a whole answer. A stream is passed on as it comes, and has no limit but time.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class OpenAIEngine:
         *,
         timeouts: Timeouts | None = None,
         api_key: str | None = None,
-        learns_slots: bool = False,
+        slots: SlotsLearner | None = None,
         restart: Callable[[], Awaitable[None]] | None = None,
         probe_path: str = HEALTH_PATH,
         answer_bytes_max: int = 64 << 20,
@@ -186,7 +186,7 @@ class OpenAIEngine:
         self.info = info
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
-        self.slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
+        self.slots = slots
         self._additions = Additions()
         self._headers = {"content-type": "application/json", "user-agent": "llmserve"}
         if api_key:
@@ -212,7 +212,7 @@ class OpenAIEngine:
             info.name,
             Gets(info.name, probes, self._headers, times.probe_s),
             path=probe_path,
-            slots=self.slots,
+            slots=slots,
             by_priority=info.by_priority,
             dialect=dialect,
         )

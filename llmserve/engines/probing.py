@@ -24,7 +24,7 @@ from llmserve.engines.dialects import (
     Told,
 )
 from llmserve.engines.engine import EngineError, Health, ServedModel
-from llmserve.engines.vllm_metrics import SlotsLearner
+from llmserve.engines.slots import SlotsLearner
 from llmserve.http.client import HttpClient, WholeAnswer
 from llmserve.http.connecting import HttpError, printable
 from llmserve.wire.event_stream import Count
@@ -272,8 +272,8 @@ class Prober:
             served = tuple([model if model.context_tokens else model.in_context(context) for model in served])
         slots, found = None, True
         if self._slots is not None:
-            slots = self._slots.observe(told)
-            found = self._slots.limit_reached
+            self._slots.told(told)
+            slots, found = self._slots.slots, self._slots.found
         program = Program(known.dialect, told.version)
         return Health(served, slots, told.tokens_max, found, known.paths, told.load_known, told, program)
 

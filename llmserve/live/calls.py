@@ -167,7 +167,7 @@ class Calls:
             in_flight.trace.started(in_flight, now_s)
         if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
-        handle.add(in_flight)
+        self.fleet.sent(handle, in_flight, now_s)
         in_flight.answering = Forwarding(self, handle, in_flight, batch)
 
     def stop(self, action: AbortRequest) -> None:
@@ -220,7 +220,7 @@ class Calls:
         if in_flight.answering is not forwarding or self._closed:
             return  # the call was abandoned: EngineLost has told the scheduler
         in_flight.answering = None
-        handle.remove(in_flight)
+        self.fleet.left(handle, in_flight, self.now_s(), ended.output_tokens)
         if in_flight.trace is not None:
             in_flight.trace.left(in_flight, self.now_s(), ended)
         if ended.outcome == "completed" and ended.output_tokens > 0:

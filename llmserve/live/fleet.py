@@ -27,9 +27,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from bins.profile import Profile
+from bins.profile import Profile, StepTimes
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.engines.engine import Endpoints, Engine, EngineError, Health
+from llmserve.engines.slots import SlotsLearner
 from llmserve.errors import EngineStartError
 from llmserve.live.engine_state import EngineEvent, Notice, Order, after
 from llmserve.live.handle import EngineHandle
@@ -370,17 +371,15 @@ class Fleet:
 
     def _info(self, handle: EngineHandle, health: Health, *, came_up: bool) -> EngineInfo:
         """The description of an engine that is up, for the scheduler."""
+        learner = handle.engine.slots
         slots = health.slots or (handle.engine.info if came_up else handle.info).slots
         return msgspec.structs.replace(
             handle.engine.info,
             slots=slots,
+            look_ahead=handle.engine.info.look_ahead if learner is None else learner.look_ahead,
             tokens_max=health.tokens_max if self._config.memory_bound else None,
             models=self._names(handle),
-            speeds={
-                model: profile.step_times(slots)
-                for model, profile in self._profiles.items()
-                if model == "" or model in handle.models
-            },
+            speeds=self._speeds(handle, slots),
             models_at_once=handle.models_at_once,
             loaded=health.told.loaded if handle.models_at_once else None,
             weights=self._weights(handle),
@@ -392,6 +391,47 @@ class Fleet:
             return {}
         route_queues = self._route_queues.on(handle.name, handle.models, handle.endpoints)
         return {route_queue.name: route_queue.model for route_queue in route_queues}
+
+    def _speeds(self, handle: EngineHandle, slots: int) -> dict[str, StepTimes]:
+        return {
+            model: profile.step_times(slots)
+            for model, profile in self._profiles.items()
+            if model == "" or model in handle.models
+        }
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+
+    def sent(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
+        """A call goes to the engine."""
+        handle.add(in_flight)
+        if (learner := handle.engine.slots) is not None:
+            learner.sent(in_flight.request.id, now_s)
+
+    def began(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
+        """The stream of a call begins."""
+        if (learner := handle.engine.slots) is not None:
+            learner.began(in_flight.request.id, now_s)
+            self._follow_slots(handle, learner)
+
+    def left(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float, tokens: float) -> None:
+        """A call has left the engine. tokens : of its whole answer; 0: unknown, or none"""
+        handle.remove(in_flight)
+        if (learner := handle.engine.slots) is not None:
+            learner.ended(in_flight.request.id, now_s, tokens)
+            self._follow_slots(handle, learner)
+
+    def _follow_slots(self, handle: EngineHandle, learner: SlotsLearner) -> None:
+        """Tell the scheduler of another number of slots, or another look-ahead."""
+        info = handle.info
+        if (learner.slots, learner.look_ahead) != (info.slots, info.look_ahead) and handle.up:
+            speeds = info.speeds if learner.slots == info.slots else self._speeds(handle, learner.slots)
+            handle.info = msgspec.structs.replace(
+                info, slots=learner.slots, look_ahead=learner.look_ahead, speeds=speeds
+            )
+            if handle.ready:
+                self._notify(EngineReady(handle.info))
+
+    # ---- failures of requests -----------------------------------------------------------------------------------
 
     async def suspect(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None:
         """Find out whether an engine is down after it failed a request of this model."""
@@ -433,6 +473,8 @@ class Fleet:
         handle.probes_failed = 0
         if not handle.state.planned:
             log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
+        if handle.engine.slots is not None:
+            handle.engine.slots.restarted()
         state = handle.state
         self._notify(EngineLost(handle.name, handle.answered, planned=state.planned, expected=state.expected))
 

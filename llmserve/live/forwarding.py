@@ -242,8 +242,9 @@ class Forwarding:
                         self._named = True
                         self._owner.routes.note(usage.response_id, self.handle.name, self.in_flight.call)
                     if not delivery.answered:
-                        measured.first_at_s = self._owner.now_s()
+                        measured.first_at_s = now_s = self._owner.now_s()
                         self._begin(None)
+                        self._owner.fleet.began(self.handle, self.in_flight, now_s)
                     delivery.feed(forwarded)
                     if delivery.behind and usage.failed is None and not usage.over:
                         self._waiting = asyncio.get_running_loop().create_task(self._until_writable())

@@ -39,13 +39,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     slots: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
+        Meta(
+            description="requests that each refill engine runs at once (default: learnt from its answers, and read "
+            "from engines that tell)"
+        ),
     ] = None
     look_ahead: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="requests sent to a refill engine beyond its slots, to hide the network delay (default: 2; "
-            "8 if the engine goes by priority)"
+            description="requests sent to a refill engine beyond its slots, to hide the network delay (default: as "
+            "many as the delay costs, learnt from answers; 8 if the engine goes by priority)"
         ),
     ] = None
     engine_priority: Annotated[

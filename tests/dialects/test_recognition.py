@@ -37,6 +37,7 @@ from llmserve.engines.dialects import DIALECTS, Priority
 from llmserve.engines.engine import EngineError
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.probing import models_of
+from llmserve.engines.slots import SlotsLearner
 from llmserve.request import EngineInfo
 from llmserve.settings.tree import EngineConfig, LiveConfig
 
@@ -46,7 +47,7 @@ PROBES = 3
 @asynccontextmanager
 async def probed(program: Program, **info: Any) -> AsyncIterator[tuple[OpenAIEngine, Running]]:
     async with Running(program) as running:
-        engine = OpenAIEngine(EngineInfo("e", 8, False, **info), running.url, learns_slots=True)
+        engine = OpenAIEngine(EngineInfo("e", 8, False, **info), running.url, slots=SlotsLearner(8))
         try:
             yield engine, running
         finally:

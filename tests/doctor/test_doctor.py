@@ -90,12 +90,6 @@ def test_each_reading_has_its_finding(line: str, level: str, code: str) -> None:
     assert finding.remedy.endswith(".")
 
 
-def test_slots_are_guessed_where_no_metrics_can_correct_them() -> None:
-    (finding,) = findings('llmserve_engine_slots_known{engine="a"} 0', 'llmserve_engine_load_known{engine="a"} 0')
-    assert (finding.level, finding.code) == ("slow", "slots_guessed")
-    assert "guessed to be 8" in finding.what
-
-
 def test_requests_that_wait_first_come_first_served_could_be_ordered() -> None:
     (finding,) = findings('llmserve_order{settings="fffs"} 1', 'llmserve_order{settings="boost"} 0')
     assert (finding.level, finding.code) == ("slow", "order_ignores_lengths")
@@ -151,7 +145,7 @@ async def test_a_running_server_is_looked_at_from_outside(start_front: StartFron
             front = await start_front(engine, silent.url, slots=None)
             status, found = await codes(front.url)
             assert status == 0
-            assert found == {"slots_growing": "note", "slots_guessed": "slow"}
+            assert found == {"slots_growing": "note"}
         await until(lambda: not all(front.cluster.engines_ready.values()))
         status, found = await codes(front.url, "--for-s", "0.1")
     assert status == 1

@@ -1,12 +1,8 @@
-"""Load, memory and slots in metrics."""
-
-import random
-from typing import Any
+"""Load and memory in metrics."""
 
 import pytest
 
 from llmserve.engines.dialects import SGLANG_METRICS, Told, vllm_metrics
-from llmserve.engines.vllm_metrics import SlotsLearner
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -60,63 +56,3 @@ def test_counts_that_are_no_number_of_requests_are_unknown(count: str) -> None:
 def test_a_cache_of_no_size_or_an_absurd_one_is_unknown(tokens: str) -> None:
     cache = f'vllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'
     assert read_load(f"vllm:num_requests_running 0.0\n{cache}") == load(0, 0)
-
-
-def test_an_engine_that_always_claims_to_be_full_does_not_grow_without_end() -> None:
-    learner = SlotsLearner(8, look_ahead=2)
-    for _ in range(2_000):
-        learner.observe(load(1 << 31, 0))
-    assert learner.slots == 1 << 16
-
-
-def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
-    """An engine of unknown size is kept as full as the guess allows; probes come from time to time."""
-    rng = random.Random(2)
-    for slots, guess in ((8, 256), (1_000, 256), (1_000, 8), (4, 8), (256, 256), (1, 64)):
-        learner = SlotsLearner(guess, look_ahead=1)
-        for _ in range(40):
-            in_flight = learner.slots + 1
-            learner.observe(load(min(in_flight, slots), max(0, in_flight - slots)))
-            if rng.random() < 0.3:  # an idle engine teaches nothing
-                learner.observe(load(0, 0))
-        assert slots <= learner.slots <= slots + 1 or (slots, guess) == (256, 256)
-        assert learner.slots <= 1.3 * slots + 1
-
-
-def test_few_slots_double_until_something_waits() -> None:
-    learner = SlotsLearner(8, look_ahead=2)
-    estimates = []
-    for _ in range(8):
-        in_flight = learner.slots + 2
-        estimates.append(learner.observe(load(min(in_flight, 100), max(0, in_flight - 100))))
-    assert estimates[:4] == [17, 35, 71, 143]
-    assert not SlotsLearner(8, 2).limit_reached
-    assert (estimates[5:], learner.limit_reached) == ([100] * 3, True)
-
-
-def test_slots_found_before_are_where_the_search_continues() -> None:
-    """Also when the engine now has fewer or more."""
-    before = SlotsLearner(8, look_ahead=2)
-    for _ in range(8):
-        in_flight = before.slots + 2
-        before.observe(load(min(in_flight, 100), max(0, in_flight - 100)))
-    for slots in (100, 40, 300):
-        learner = SlotsLearner(8, look_ahead=2)
-        learner.restore(before.state())
-        assert (learner.slots, learner.limit_reached) == (100, True)
-        for _ in range(20):
-            in_flight = learner.slots + 3
-            learner.observe(load(min(in_flight, slots), max(0, in_flight - slots)))
-        assert slots <= learner.slots <= slots + 1
-
-
-@pytest.mark.parametrize("state", [{}, {"slots": 0, "limit_reached": True}, {"slots": "8", "limit_reached": True}])
-def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no state of an engine's slots"):
-        SlotsLearner(8, 2).restore(state)
-
-
-def test_a_probe_between_arrival_and_first_step_changes_nothing() -> None:
-    learner = SlotsLearner(64, look_ahead=0)
-    learner.observe(load(10, 30))
-    assert learner.observe(load(40, 0)) == 64

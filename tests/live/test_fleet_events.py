@@ -33,7 +33,7 @@ def lists(*models: str) -> Health:
 class Engine:
     """An engine whose probes are answered as a test says: by a Health, or by an error."""
 
-    restart = None
+    restart = slots = None
 
     def __init__(self, answer: Health | EngineError) -> None:
         self.info = EngineInfo("e", 2, barrier=False)

@@ -9,7 +9,7 @@ import pytest
 
 from llmserve.__main__ import COMMANDS, parser
 from llmserve.commands.solve import BASIC, Problem
-from llmserve.engines.kinds import LOOK_AHEAD, LOOK_AHEAD_BY_PRIORITY
+from llmserve.engines.kinds import LOOK_AHEAD_BY_PRIORITY
 from llmserve.settings.policies import Defaults, SchedulingConfig
 from llmserve.settings.tree import EngineConfig
 
@@ -49,7 +49,7 @@ def test_defaults_that_depend_on_other_settings_are_named() -> None:
 
 def test_defaults_that_another_module_fills_in_are_named() -> None:
     text = described(EngineConfig, "look_ahead")
-    assert f"(default: {LOOK_AHEAD}; {LOOK_AHEAD_BY_PRIORITY} if" in text
+    assert f"learnt from answers; {LOOK_AHEAD_BY_PRIORITY} if the engine goes by priority" in text
     for field, curve in (("latency_ms", BASIC.step_s), ("energy_mj", BASIC.step_j)):
         numbers = re.search(r"\(default ([\d.]+),([\d.]+)\)", described(Problem, field))
         assert numbers is not None

@@ -1,0 +1,253 @@
+"""The number of an engine's slots, learnt from its answers and from what it tells."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llmserve.engines.dialects import Told
+from llmserve.engines.slots import SLOTS_MAX, SlotsLearner
+
+
+class Engine:
+    """An engine of `slots` in virtual time, kept as full as a learner allows.
+
+    tokens : of the next answer.  The first token comes after `first_s`, each after `step_s`.  in_order : answers stream
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        learner: SlotsLearner,
+        *,
+        step_s: float = 0.02,
+        first_s: float = 0.1,
+        streams: bool = True,
+        tokens: Callable[[], int] = lambda: 100,
+    ) -> None:
+        self.slots, self.learner = slots, learner
+        self.now_s = 0.0
+        self._step_s, self._first_s, self._streams, self._tokens = step_s, first_s, streams, tokens
+        self._waiting: deque[int] = deque()
+        self._running: dict[int, int] = {}
+        self._events: list[tuple[float, int, bool]] = []
+        self._last_id = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def send(self) -> None:
+        self._last_id += 1
+        self.learner.sent(self._last_id, self.now_s)
+        self._waiting.append(self._last_id)
+        self._start()
+
+    def fill(self) -> None:
+        while self.in_flight < self.learner.slots + self.learner.look_ahead:
+            self.send()
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self.slots:
+            request_id, tokens = self._waiting.popleft(), self._tokens()
+            self._running[request_id] = tokens
+            heapq.heappush(self._events, (self.now_s + self._first_s, request_id, False))
+
+    def step(self) -> bool:
+        """Let the next stream begin, or the next answer end. Returns whether one has ended."""
+        self.now_s, request_id, ends = heapq.heappop(self._events)
+        if not ends:
+            if self._streams:
+                self.learner.began(request_id, self.now_s)
+            heapq.heappush(self._events, (self.now_s + self._running[request_id] * self._step_s, request_id, True))
+            return False
+        tokens = self._running.pop(request_id)
+        self._start()
+        self.learner.ended(request_id, self.now_s, tokens)
+        return True
+
+    def answer(self, count: int) -> None:
+        """Keep the engine full until so many answers have ended."""
+        while count:
+            self.fill()
+            count -= self.step()
+
+
+def lengths(seed: int = 1) -> Callable[[], int]:
+    rng = random.Random(seed)
+    return lambda: max(1, round(rng.lognormvariate(4.5, 0.5)))
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 20, 100, 512])
+def test_the_slots_of_an_engine_that_streams_are_found(slots: int) -> None:
+    learner = SlotsLearner()
+    Engine(slots, learner, tokens=lengths()).answer(20 if slots <= 8 else 100)
+    assert learner.slots == pytest.approx(slots, abs=0.1 * slots)
+    if slots <= 8:
+        assert learner.found
+
+
+def test_of_a_first_burst_to_an_engine_with_one_slot_one_request_waits_there() -> None:
+    engine = Engine(1, SlotsLearner())
+    for _ in range(8):
+        if engine.in_flight < engine.learner.slots:
+            engine.send()
+    assert engine.in_flight == 2
+    while not engine.step():
+        engine.fill()
+    engine.fill()  # the second answer has not begun: that only one runs is not known yet
+    while not engine.step():
+        pass
+    assert (engine.learner.slots, engine.learner.look_ahead, engine.learner.found) == (1, 0, True)
+
+
+def test_a_second_burst_finds_one_slot_in_use() -> None:
+    engine = Engine(1, SlotsLearner())
+    engine.answer(9)
+    engine.fill()
+    assert engine.in_flight == 1
+
+
+def test_few_requests_in_flight_prove_no_limit() -> None:
+    engine = Engine(100, SlotsLearner())
+    for _ in range(50):
+        while engine.in_flight < min(3, engine.learner.slots):
+            engine.send()
+        engine.step()
+    assert not engine.learner.found
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (1, 8), (4, 8)])
+def test_the_number_follows_a_restart_with_other_slots(before: int, after: int) -> None:
+    learner = SlotsLearner()
+    Engine(before, learner, tokens=lengths()).answer(100)
+    learner.restarted()
+    Engine(after, learner, tokens=lengths()).answer(20)
+    assert learner.slots == after
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (64, 8), (8, 64), (1, 4)])
+def test_the_number_follows_an_engine_that_changes_unseen(before: int, after: int) -> None:
+    engine = Engine(before, SlotsLearner(), tokens=lengths())
+    engine.answer(100)
+    engine.slots = after
+    engine.answer(600)
+    assert engine.learner.slots == pytest.approx(after, rel=0.2)
+
+
+def test_more_slots_are_tried_ever_more_seldom() -> None:
+    engine, tries = Engine(1, SlotsLearner()), []
+    for answers in range(1, 500):
+        before = engine.learner.look_ahead
+        engine.answer(1)
+        if engine.learner.look_ahead > before:
+            tries.append(answers)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert len(gaps) >= 3
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 2 * gaps[0]
+
+
+# ---- whole answers ----
+
+
+@pytest.mark.parametrize("slots", [1, 4, 8])
+def test_the_slots_of_an_engine_that_answers_whole_are_found(slots: int) -> None:
+    engine = Engine(slots, SlotsLearner(), streams=False, tokens=lengths())
+    engine.answer(300)
+    assert engine.learner.slots == pytest.approx(slots, rel=0.3)
+
+
+def test_an_engine_that_answers_whole_gets_more_requests_while_more_bring_more() -> None:
+    engine = Engine(512, SlotsLearner(), streams=False, tokens=lengths())
+    engine.answer(1_500)
+    assert engine.learner.slots > 300
+
+
+# ---- the way to the engine ----
+
+
+def test_a_known_number_stays_and_the_look_ahead_is_as_told() -> None:
+    learner = SlotsLearner(4, fixed=True, look_ahead=3)
+    Engine(1, learner).answer(50)
+    assert (learner.slots, learner.look_ahead, learner.found) == (4, 3, True)
+
+
+# ---- what the engine tells ----
+
+
+def tell(learner: SlotsLearner, slots: int) -> None:
+    """A reading while the engine is as full as the learner allows."""
+    in_flight = learner.slots + learner.look_ahead
+    learner.told(Told(running=min(in_flight, slots), waiting=max(0, in_flight - slots)))
+
+
+def test_an_engine_that_always_claims_to_be_full_does_not_grow_without_end() -> None:
+    learner = SlotsLearner(8)
+    for _ in range(2_000):
+        learner.told(Told(running=1 << 31, waiting=0))
+    assert learner.slots == SLOTS_MAX
+
+
+def test_the_number_told_is_found_from_above_and_from_below() -> None:
+    """An engine of unknown size is kept as full as the guess allows; probes come from time to time."""
+    rng = random.Random(2)
+    for slots, guess in ((8, 256), (1_000, 256), (1_000, 8), (4, 8), (256, 256), (1, 64)):
+        learner = SlotsLearner(guess)
+        for _ in range(60):
+            tell(learner, slots)
+            if rng.random() < 0.3:  # an idle engine teaches nothing
+                learner.told(Told(running=0, waiting=0))
+        assert slots <= learner.slots <= 1.3 * slots + 1
+
+
+def test_few_slots_double_until_something_waits() -> None:
+    learner = SlotsLearner(8)
+    estimates = []
+    for _ in range(8):
+        tell(learner, 100)
+        estimates.append(learner.slots)
+    assert estimates[:4] == [17, 35, 71, 143]
+    assert (estimates[5:], learner.found) == ([100] * 3, True)
+
+
+def test_slots_found_before_are_where_the_search_continues() -> None:
+    """Also when the engine now has fewer or more."""
+    before = SlotsLearner(8)
+    for _ in range(8):
+        tell(before, 100)
+    for slots in (100, 40, 300):
+        learner = SlotsLearner(8)
+        learner.restore(before.state())
+        assert (learner.slots, learner.found) == (100, True)
+        for _ in range(30):
+            tell(learner, slots)
+        assert slots <= learner.slots <= slots + 1
+
+
+def test_a_probe_between_arrival_and_first_step_changes_nothing() -> None:
+    learner = SlotsLearner(64)
+    learner.told(Told(running=10, waiting=30))
+    learner.told(Told(running=40, waiting=0))
+    assert learner.slots == 64
+
+
+def test_a_number_of_slots_that_is_told_is_a_fact() -> None:
+    learner = SlotsLearner()
+    learner.told(Told(slots=6))
+    assert (learner.slots, learner.found) == (6, True)
+
+
+@pytest.mark.parametrize("state", [{}, {"slots": 0, "limit_reached": True}, {"slots": "8", "limit_reached": True}])
+def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no state of an engine's slots"):
+        SlotsLearner().restore(state)

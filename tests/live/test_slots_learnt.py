@@ -1,0 +1,70 @@
+"""Slots of an engine that tells nothing of itself: learnt from its answers, by a server without a flag."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from aiohttp import web
+from front import Front, StartFront, until
+
+from llmserve.engines.timed.server import FakeEngine
+from llmserve.live import journal
+from llmserve.scheduling.messages import EngineReady
+from llmserve.settings.tree import ServerConfig
+
+LONG, SHORT = 40, 2
+
+
+class Silent(FakeEngine):
+    """An engine without metrics."""
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(status=404)
+
+
+async def ended(front: Front, tokens: int, ends: list[int]) -> None:
+    async with front.post(
+        stream=True, max_tokens=tokens, headers={"x-llmserve-predicted-tokens": str(tokens)}
+    ) as answer:
+        await answer.read()
+    ends.append(tokens)
+
+
+async def burst(front: Front, engine: FakeEngine) -> list[int]:
+    """Tokens of the answers by their ends: eight long requests, and a short one that comes as the first one runs."""
+    ends: list[int] = []
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(ended(front, LONG, ends))
+        await until(lambda: len(front.cluster.scheduler.requests) == 8 and engine.running == 1)
+        group.create_task(ended(front, SHORT, ends))
+    return ends
+
+
+async def test_a_short_request_waits_for_two_long_ones_in_the_first_burst_and_then_for_one(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    server = ServerConfig(port=0, journal=str(tmp_path / "journal"))
+    async with Silent(slots=1, step_s=0.003) as engine:
+        front = await start_front(engine, slots=None, server=server)
+        places = [(await burst(front, engine)).index(SHORT) for _ in range(2)]
+        assert places[0] <= 2
+        assert places[1] <= 1
+        assert front.cluster.scheduler.engines[next(iter(front.cluster.fleet.handles))].info.slots == 1
+    header, steps = journal.read(tmp_path / "journal")
+    assert journal.replay(header, steps) == steps
+    told = [step.event.engine.slots for step in steps if isinstance(step.event, EngineReady)]
+    assert [slots for slots, _ in itertools.groupby(told)][:2] == [2, 1]
+
+
+async def test_an_engine_of_many_slots_is_full_within_its_first_answers(start_front: StartFront) -> None:
+    async with Silent(slots=32, step_s=0.02) as engine:
+        front = await start_front(engine, slots=None)
+        ends: list[int] = []
+        async with asyncio.TaskGroup() as group:
+            for _ in range(64):
+                group.create_task(ended(front, LONG, ends))
+            await until(lambda: engine.running == 32)
+            assert len(ends) < 32
