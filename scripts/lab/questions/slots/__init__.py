@@ -1,0 +1,5 @@
+"""Are an engine's slots learnt from its answers alone, without a loss? docs/results/slots.md.
+
+engine : an engine of unknown slots in virtual time, with what a learner sees of it
+run    : random engines, each with its slots known and learnt
+"""
