@@ -223,7 +223,6 @@ async def test_the_engines_of_a_configuration_are_asked(tmp_path: Path, capsys: 
     assert status == 1
     for part in (
         f"Engine {bare_name} lists no model.",
-        f"Engine {silent_name} (OpenAI-compatible server) does not tell its slots",
         "No engine serves the model other of --slo-ms",
         "The order shortest goes by lengths, but nothing predicts them.",
         "--queue-requests-max 2 is less than",
