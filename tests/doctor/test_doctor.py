@@ -206,7 +206,7 @@ async def test_the_engines_of_a_configuration_are_asked(tmp_path: Path, capsys: 
         LyingEngine(probes={"/v1/models": http(b'{"data": []}')}) as bare,
     ):
         urls = json.dumps([good.url, silent.url, bare.url])
-        silent_name, bare_name = (engine.url.removeprefix("http://") for engine in (silent, bare))
+        bare_name = bare.url.removeprefix("http://")
         text = f"""
             [engines]
             engine = {urls}
