@@ -31,7 +31,8 @@ from llmserve.engines.dialects import Told
 
 SLOTS_FIRST = 2  # before anything is known: a second request shows whether the engine runs more than one
 SLOTS_MAX = 1 << 16  # no engine has as many: an engine that always claims to be full must not grow without end
-ENDS_KEPT = 1 << 13  # times of the last ends
+ENDS_MOST = 1 << 14  # times of the last ends that are kept, also where an older request still runs
+ENDS_LOOKED = 1 << 10  # ends until it is asked again which are older than each running request
 
 FIRST_GROWTH = 2  # growth factor of the number of slots before anything has waited
 GROWTH = 1.25  # the same factor after requests have waited inside the engine once
@@ -160,7 +161,7 @@ class SlotsLearner:
         self._advancing = 0  # streams that have begun and not ended
         self._streams: float | None = None  # share among the answers
         self._ends: list[float] = []
-        self._ends_forgotten = 0
+        self._ends_forgotten, self._ends_due = 0, ENDS_LOOKED
         self._now_s = -math.inf
         self._first_s = _Typical()  # from a request that has room to its first token
         self._answer_s = _Typical()  # from the first token of a stream to its end
@@ -246,9 +247,17 @@ class SlotsLearner:
             if counts and self._streams < STREAMS_LEAST:
                 self._whole(sent.asked, now_s - sent.at_s, tokens)
         self._ends.append(now_s)
-        if len(self._ends) > 2 * ENDS_KEPT:
-            del self._ends[:ENDS_KEPT]
-            self._ends_forgotten += ENDS_KEPT
+        if len(self._ends) >= self._ends_due:
+            self._forget_ends()
+
+    def _forget_ends(self) -> None:
+        """Forget the ends that came before each running request was sent: nobody asks for them again."""
+        oldest = next(iter(self._running.values()), None)
+        unneeded = len(self._ends) if oldest is None else oldest.ended - self._ends_forgotten
+        unneeded = max(0, unneeded, len(self._ends) - ENDS_MOST)
+        del self._ends[:unneeded]
+        self._ends_forgotten += unneeded
+        self._ends_due = len(self._ends) + ENDS_LOOKED
 
     # ---- what the engine tells ----
 

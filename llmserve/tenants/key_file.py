@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from llmserve.errors import ConfigError
-from llmserve.request import EVEN
 from llmserve.runtime.private_file import warn_if_shared
 from llmserve.settings.load import takes
 from llmserve.spelling import nearest
@@ -62,7 +61,7 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
     priority  least and largest `priority` that the key may ask for; None: none
     """
 
-    weight: float = EVEN
+    weight: float = 1.0
     limits: Limits = Limits()
     budgets: Budgets = Budgets()
     models: Mapping[str, Limits] = {}
@@ -189,7 +188,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a key's table that are neither limits nor budgets."""
 
     key: str
-    weight: Positive = EVEN
+    weight: Positive = 1.0
     tiers: tuple[Tier, ...] = KeyPolicy().tiers
     priority: tuple[int, int] | None = None
     models: dict[str, Any] = {}

@@ -9,6 +9,7 @@ before. So nothing waits for ever, under no order: a level that weighs little is
 from __future__ import annotations
 
 from llmserve.errors import BadRequest
+from llmserve.request import EVEN
 from llmserve.tenants.key_file import KeyPolicy
 
 LEVEL_WEIGHT = 4.0
@@ -47,5 +48,6 @@ def shared_by(fair_by: str | None, *, keys: bool) -> str:
 
 def share_of(name: str, policy: KeyPolicy, key: str, tier: str, priority: int) -> tuple[str, float]:
     """The share of a request, and the share's weight. name : of the key, stream or address that shares are by"""
-    level = level_of(policy, key, tier, priority) if tier or priority else 0
-    return (f"{name}//{level:+d}", policy.weight * LEVEL_WEIGHT**-level) if level else (name, policy.weight)
+    if level := level_of(policy, key, tier, priority) if tier or priority else 0:
+        return f"{name}//{level:+d}", policy.weight * LEVEL_WEIGHT**-level
+    return name, EVEN if policy.weight == EVEN else policy.weight  # forwarded terms leave out this very object

@@ -277,9 +277,11 @@ def test_a_published_profile_is_found_by_its_name():
 
 
 def test_the_error_for_a_misspelt_name_suggests_the_right_one():
-    with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean h100-llama-3\.1-8b\?"):
+    with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean .*h100-llama-3\.1-8b\?"):
         resolve("h100-llama")
-    with pytest.raises(ValueError, match=r"shipped profiles are h100-llama-3\.1-8b, p4-googlenet"):
+    with pytest.raises(
+        ValueError, match=r"shipped profiles are h100-llama-3\.1-8b, h200-llama-1b, h200-llama-8b, p4-googlenet"
+    ):
         resolve("/nowhere/x.json")
 
 

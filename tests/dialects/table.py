@@ -86,6 +86,7 @@ class Dialect:
     pieces         events with text, of one token each
     finish         the events after the text
     usage          the event of token counts, for clients that ask for the event
+    finish_alone   `finish` for clients that do not ask for `usage`, where it is another
     done           ends a stream
     whole          an answer that is not streamed
     error_first    a stream of status 200 in which nothing was produced, for the engine's own fault
@@ -106,6 +107,7 @@ class Dialect:
     busy: Refusal
     gone: Refusal | None
     usage: bytes = b""
+    finish_alone: bytes = b""
     done: bytes = DONE
     probes: dict[str, tuple[str, str, bytes]] = field(default_factory=dict)
 
@@ -114,7 +116,8 @@ class Dialect:
 
     def stream(self, *, usage: bool) -> bytes:
         """A good stream. usage : with the event of token counts"""
-        return self.opening + b"".join(self.pieces) + self.finish + self.usage * usage + self.done
+        last = self.finish + self.usage if usage else self.finish_alone or self.finish
+        return self.opening + b"".join(self.pieces) + last + self.done
 
     @property
     def broken(self) -> bytes:
@@ -194,6 +197,7 @@ LLAMA_CPP = Dialect(
     pieces=openai_pieces(),
     finish=data(chunk({}, "stop")),
     usage=data({**usage_chunk(), "timings": {"predicted_n": 2}}),
+    finish_alone=data(chunk({}, "stop")).replace(b"}\n\n", b',"timings":{"predicted_n": 2}}\n\n'),
     done=b"data: [DONE]\n",
     whole=json.dumps({**completion(), "timings": {"prompt_n": 9, "predicted_per_second": 74.1}}).encode(),
     error_first=data({"error": {"code": 500, "message": "Failed to decode the batch", "type": "server_error"}}) + DONE,

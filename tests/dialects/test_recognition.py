@@ -214,7 +214,7 @@ async def test_the_log_says_in_one_line_what_was_found(
         assert f"engine {name}: llama.cpp b6000, 1 model, 2 slots: demo.gguf" in caplog.text
     async with Running(LM_STUDIO) as running:
         await start_front(running.url, engines=EngineConfig(engine=(running.url,)))
-        assert "LM Studio, 2 models, 8 slots (learning): qwen2-vl, granite" in caplog.text
+        assert "LM Studio, 2 models, 2 slots (learning): qwen2-vl, granite" in caplog.text
 
 
 async def test_a_list_of_models_keeps_what_the_engine_says_of_each(start_front: StartFront) -> None:

@@ -107,7 +107,7 @@ class Lists(OpenAIEngine):
     """An engine whose list of models is set by the test."""
 
     def __init__(self, name: str) -> None:
-        self.info = EngineInfo(name, 8, False)
+        self.info, self.slots = EngineInfo(name, 8, False), None
 
 
 def lists(kind: str, count: int) -> Health:

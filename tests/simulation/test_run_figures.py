@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from missing_modules import without
@@ -15,6 +16,7 @@ from llmserve.simulation.figures import Story, comparison_figure, latency_figure
 from llmserve.simulation.report import BatchRecorder, Recorder
 
 PNG = b"\x89PNG"
+ticks = mpl.rc_context({"xtick.labelbottom": True, "ytick.labelleft": True})  # tests draw without
 
 
 def story(tmp_path: Path, trace: str, label: str = "1 bin", **values: object) -> Story:
@@ -29,6 +31,7 @@ def story(tmp_path: Path, trace: str, label: str = "1 bin", **values: object) ->
     return Story(label, recorder, work.trace, engines(scenario, config, []))
 
 
+@ticks
 def test_a_timeline_shows_the_share_of_the_slots_time_that_goes_into_answers(tmp_path: Path) -> None:
     """Batches of lengths 2 and 4, then 6 and 6: 18 of 20 slot-seconds."""
     run_story = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
@@ -98,6 +101,7 @@ def test_the_command_draws_into_a_folder(flags: str, names: list[str], tmp_path:
     assert all(path.read_bytes()[:4] == PNG for path in folder.iterdir())
 
 
+@ticks
 def test_settings_other_than_numbers_are_drawn_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     from llmserve.simulation.estimates import Estimate, Repeated
 
