@@ -23,7 +23,6 @@ from llmserve.wire.lenient_json import read
 
 COUNT_MAX = 1 << 31  # of requests
 TOKENS_MAX = 1 << 40
-SLOTS_FIRST = 8  # first guess of an engine's slots, where its kind says nothing
 
 MODELS_PATH = "/v1/models"
 HEALTH_PATH = "/health"
@@ -116,7 +115,6 @@ class Dialect:
     health        where it says whether it is healthy; "": the list of models is enough
     describes     whether it has a description of its endpoints
     priority      what it makes of the field `priority`; None: as its backends do, or as it was started
-    slots_first   requests that it runs at once unless its settings say otherwise
     swaps_models  whether it loads the model of a request, if need be instead of another
     """
 
@@ -130,7 +128,6 @@ class Dialect:
     health: str = HEALTH_PATH
     describes: bool = True
     priority: Priority | None = Priority.NONE
-    slots_first: int = SLOTS_FIRST
     swaps_models: bool = False
 
     def may_be(self, listing: Listing) -> bool:
@@ -455,7 +452,6 @@ LLAMA_ROUTER = Dialect(
     recognises=_is_llama_router,
     settings=(("/props", llama_props),),
     describes=False,
-    slots_first=4,
     swaps_models=True,
 )
 LLAMA = Dialect(
@@ -466,7 +462,6 @@ LLAMA = Dialect(
     settings=(("/props", llama_props),),
     load=((METRICS_PATH, LLAMA_METRICS), ("/slots", llama_slots)),
     describes=False,
-    slots_first=4,
 )
 LM_STUDIO = Dialect(
     "LM Studio",
@@ -476,7 +471,6 @@ LM_STUDIO = Dialect(
     load=(("/api/v0/models", studio_models),),
     health="",
     describes=False,
-    slots_first=4,
     swaps_models=True,
 )
 LMDEPLOY = Dialect(
@@ -500,7 +494,6 @@ LLAMA_SWAP = Dialect(
     load=(("/running", swap_running),),
     describes=False,
     priority=None,
-    slots_first=4,
     swaps_models=True,
 )
 OLLAMA = Dialect(
@@ -512,7 +505,6 @@ OLLAMA = Dialect(
     confirmed=True,
     health="",
     describes=False,
-    slots_first=1,
     swaps_models=True,
 )
 TGI = Dialect(

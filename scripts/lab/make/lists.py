@@ -114,7 +114,7 @@ def batch_paths() -> str:
 
 
 def dialect_rows() -> str:
-    heads = ("kind", "as of", "recognised by", "settings", "load", "health", "requests at first", "priority", "loads")
+    heads = ("kind", "as of", "recognised by", "settings", "load", "health", "priority", "loads")
     return table(heads, [_dialect(dialect) for dialect in (*DIALECTS, UNKNOWN)])
 
 
@@ -125,7 +125,6 @@ def _dialect(dialect: Dialect) -> tuple[str, ...]:
         *(dialect.name, dialect.source, "; ".join(signs) + ", if it tells its settings" * dialect.confirmed),
         *(_paths(path for path, _ in readers) for readers in (dialect.settings, dialect.load)),
         _paths([dialect.health] if dialect.health else []),
-        str(dialect.slots_first),
         "as it is set up" if dialect.priority is None else dialect.priority.value,
         "yes" if dialect.swaps_models else "",
     )
