@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llmserve.commands.profile import whole
 
-__all__ = ["add_results", "exit_on", "numbers", "parser_of", "positive", "whole"]
+__all__ = ["add_results", "add_seeds", "exit_on", "numbers", "parser_of", "positive", "whole"]
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -24,6 +24,15 @@ def add_results(parser: argparse.ArgumentParser, figure: str | None = None) -> N
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     if figure is not None:
         parser.add_argument(figure, type=Path, metavar="FILE", help="draw the results as PNG")
+
+
+def add_seeds(parser: argparse.ArgumentParser, seeds: int) -> None:
+    """Add the flags of a study whose cases are run with several seeds: of the runs, and of the rows (kit.rows)."""
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output and run nothing")
+    parser.add_argument("--seeds", type=whole(1), default=seeds)
+    parser.add_argument("--first-seed", type=whole(0), default=0)
+    parser.add_argument("--jobs", type=whole(1), default=1)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of every run")
 
 
 def numbers(text: str) -> tuple[int, ...]:

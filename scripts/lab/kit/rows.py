@@ -12,6 +12,8 @@ from typing import Any
 
 from kit.progress import log
 from kit.results import write_rows
+from llmserve.simulation.many import in_processes
+from llmserve.simulation.progress import RunsProgress
 
 Case = Mapping[str, Any]
 Numbers = Mapping[str, Any]
@@ -51,6 +53,16 @@ def read_rows(path: Path, case_names: Collection[str]) -> list[Row]:
 def save_rows(path: Path | None, rows: Iterable[Row]) -> None:
     """A JSON list with one row a line. Does nothing without a path."""
     write_rows(path, [row.record for row in rows])
+
+
+def measured(work: Callable[[Case], Row], cases: Sequence[Case], jobs: int) -> list[Row]:
+    """The row of each case, in their order, with a bar of progress. work : pickled.  jobs : number of processes"""
+    rows: dict[int, Row] = {}
+    with RunsProgress(len(cases)) as progress:
+        for index, row in in_processes(work, cases, jobs):
+            rows[index] = row
+            progress.ended()
+    return [rows[index] for index in range(len(cases))]
 
 
 def select(rows: Iterable[Row], **case: Any) -> list[Row]:

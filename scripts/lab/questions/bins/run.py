@@ -26,7 +26,7 @@ import numpy as np
 from kit.arguments import numbers, parser_of, whole
 from kit.figures import new_figure, save
 from kit.results import rounded
-from kit.rows import Case, Row, group, ratio, read_rows, save_rows, select
+from kit.rows import Case, Row, group, measured, ratio, read_rows, save_rows, select
 from kit.tables import markdown
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
@@ -36,9 +36,7 @@ from llmserve.errors import ConfigError
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.files import records
-from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import predict
-from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.scenario import STEP_S, Scenario, Workload
 
 Lengths = NDArray[np.float64]
@@ -98,12 +96,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> list[Row]:
     lengths = {name: read(place) for name, _, place in (text.partition("=") for text in args.lengths)}
     cases = list(cases_of(args, lengths))
-    outcomes: dict[int, Row] = {}
-    with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(serve, lengths), cases, args.jobs):
-            outcomes[index] = row
-            progress.ended()
-    return [outcomes[index] for index in range(len(cases))]
+    return measured(partial(serve, lengths), cases, args.jobs)
 
 
 def load(path: Path) -> list[Row]:

@@ -27,13 +27,11 @@ from unittest.mock import patch
 
 import numpy as np
 from kit.arguments import numbers, parser_of, whole
-from kit.rows import Case, Row, group, save_rows, values
+from kit.rows import Case, Row, group, measured, save_rows, values
 from kit.tables import markdown
 
 from bins import cutting
 from llmserve.errors import ConfigError
-from llmserve.simulation.many import in_processes
-from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.workload import draw_lengths
 from questions.bins.run import CASE, Lengths, load, serve
 from questions.orders.run import interval, read
@@ -81,12 +79,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         law = law_of(number)
         lengths[law] = draw_lengths(law, POOL, np.random.default_rng(number))
     cases = list(cases_of(args, list(lengths)))
-    outcomes: dict[int, Row] = {}
-    with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(served, lengths, args.batches), cases, args.jobs):
-            outcomes[index] = row
-            progress.ended()
-    return [outcomes[index] for index in range(len(cases))]
+    return measured(partial(served, lengths, args.batches), cases, args.jobs)
 
 
 def served(lengths: Mapping[str, Lengths], batches: int, case: Case) -> Row:

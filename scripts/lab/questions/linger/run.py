@@ -30,16 +30,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from kit.arguments import parser_of, whole
-from kit.rows import Case, Row, group, read_rows, save_rows
+from kit.arguments import add_seeds, parser_of, whole
+from kit.rows import Case, Row, group, measured, read_rows, save_rows
 from kit.tables import markdown
-
-from llmserve.simulation.many import in_processes
-from llmserve.simulation.progress import RunsProgress
 
 TOKEN_S, PROMPT_TOKEN_S = 1 / 50, 1 / 2_000
 HOST_TOKENS = 65_536
@@ -54,12 +50,8 @@ QUANTITIES = {"request": "latency_s_mean", "p95": "latency_s_p95", "loop": "loop
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output and run nothing")
     parser.add_argument("--sessions", type=whole(10), default=200)
-    parser.add_argument("--seeds", type=whole(1), default=5)
-    parser.add_argument("--first-seed", type=whole(0), default=0)
-    parser.add_argument("--jobs", type=whole(1), default=1)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of every run")
+    add_seeds(parser, 5)
     args = parser.parse_args()
     rows = read_rows(args.results, CASE) if args.results else measure(args)
     print(table(rows))
@@ -68,12 +60,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> list[Row]:
     cases = list(cases_of(range(args.first_seed, args.first_seed + args.seeds)))
-    outcomes: dict[int, Row] = {}
-    with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(serve, args.sessions), cases, args.jobs):
-            outcomes[index] = row
-            progress.ended()
-    return [outcomes[index] for index in range(len(cases))]
+    return measured(partial(serve, args.sessions), cases, args.jobs)
 
 
 def cases_of(seeds: Sequence[int]) -> Iterator[Case]:

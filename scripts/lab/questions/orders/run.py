@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from kit.arguments import parser_of, whole
 from kit.figures import BLUE, GREY, ORANGE, new_figure, save
-from kit.rows import Case, Row, group, read_rows, save_rows, select
+from kit.rows import Case, Row, group, measured, read_rows, save_rows, select
 from kit.tables import markdown
 from numpy.typing import NDArray
 
@@ -36,9 +36,7 @@ from llmserve.errors import ConfigError
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.files import records
-from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import LEVELS, Predictions
-from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import STEP_S, Scenario, Workload
 from questions.bins.run import error_of
@@ -92,12 +90,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     lengths |= {name: workload.draw_lengths(text, POOL, rng) for name, text in DRAWN.items()}
     errors = {(name, tau): error_of(values, tau) for name, values in lengths.items() for tau in args.taus}
     cases = list(cases_of(args, lengths))
-    outcomes: dict[int, Row] = {}
-    with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(serve, lengths, errors, args.requests), cases, args.jobs):
-            outcomes[index] = row
-            progress.ended()
-    return [outcomes[index] for index in range(len(cases))]
+    return measured(partial(serve, lengths, errors, args.requests), cases, args.jobs)
 
 
 def cases_of(args: argparse.Namespace, lengths: Mapping[str, Lengths]) -> Iterator[Case]:

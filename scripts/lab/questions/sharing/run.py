@@ -22,21 +22,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from kit.arguments import parser_of, whole
-from kit.rows import Case, Row, group, read_rows, save_rows
+from kit.arguments import add_seeds, parser_of, whole
+from kit.rows import Case, Row, group, measured, read_rows, save_rows
 from kit.tables import markdown
 
 from llmserve.request import EngineInfo, Request
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import Costs, Loading, StepEngine
-from llmserve.simulation.many import in_processes
-from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import Recorder
 
 STEP_S, PREFILL_S = 0.02, 0.1
@@ -58,12 +55,8 @@ QUANTITIES = {
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output and run nothing")
     parser.add_argument("--requests", type=whole(1), default=600)
-    parser.add_argument("--seeds", type=whole(1), default=5)
-    parser.add_argument("--first-seed", type=whole(0), default=0)
-    parser.add_argument("--jobs", type=whole(1), default=1)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of every run")
+    add_seeds(parser, 5)
     args = parser.parse_args()
     rows = read_rows(args.results, CASE) if args.results else measure(args)
     print("\n\n".join(tables(rows)))
@@ -72,12 +65,7 @@ def main() -> None:
 
 def measure(args: Any) -> list[Row]:
     cases = list(cases_of(range(args.first_seed, args.first_seed + args.seeds)))
-    outcomes: dict[int, Row] = {}
-    with RunsProgress(len(cases)) as progress:
-        for index, row in in_processes(partial(serve, args.requests), cases, args.jobs):
-            outcomes[index] = row
-            progress.ended()
-    return [outcomes[index] for index in range(len(cases))]
+    return measured(partial(serve, args.requests), cases, args.jobs)
 
 
 def cases_of(seeds: Sequence[int]) -> Iterator[Case]:
