@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from scheduling.checked_step import step
 from worlds.invariants import check
 
 from bins.profile import StepTimes
@@ -59,12 +60,6 @@ def new_scheduler(*engines: EngineInfo, lengths: Sequence[float] = (1.0,), **con
     for engine in engines or (gpu(),):
         step(scheduler, EngineReady(engine))
     return scheduler
-
-
-def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = scheduler.handle(event, now_s)
-    check(scheduler)
-    return actions
 
 
 def due(request_id: int, deadline_s: float | None = None, model: str = "") -> Request:

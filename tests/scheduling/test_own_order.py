@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from scheduling import longest_waiting
-from worlds.invariants import check
+from scheduling.checked_step import step
 
 from llmserve.__main__ import main
 from llmserve.commands.simulate import Scenario, simulate
@@ -17,13 +17,11 @@ from llmserve.scheduling.messages import (
     Action,
     EngineLost,
     EngineReady,
-    Event,
     PreemptBatch,
     RequestArrived,
     RequestEnded,
     StartBatch,
 )
-from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "as-a-library.md"
@@ -34,12 +32,6 @@ NAME = "scheduling.longest_waiting:LongestWaiting"
 
 def config(**values: object) -> SchedulingConfig:
     return SchedulingConfig(order=NAME, **values)  # type: ignore[arg-type]
-
-
-def step(scheduler: Scheduler, event: Event, now_s: float) -> list[Action]:
-    actions = scheduler.handle(event, now_s)
-    check(scheduler)
-    return actions
 
 
 def starts(actions: list[Action]) -> list[tuple[str, list[int]]]:

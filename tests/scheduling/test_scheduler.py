@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from worlds.invariants import check
+from scheduling.checked_step import step
 
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -14,7 +14,6 @@ from llmserve.scheduling.messages import (
     DrainRequested,
     EngineLost,
     EngineReady,
-    Event,
     FailRequest,
     ReportTrust,
     RequestArrived,
@@ -45,12 +44,6 @@ def arrive(scheduler: Scheduler, *requests: Request | int, now_s: float = 0.0) -
     for request in requests:
         event = RequestArrived(request if isinstance(request, Request) else Request(request))
         actions += step(scheduler, event, now_s)
-    return actions
-
-
-def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = scheduler.handle(event, now_s)
-    check(scheduler)
     return actions
 
 

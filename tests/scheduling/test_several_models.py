@@ -1,6 +1,6 @@
 """Several models share the engines: each has its own queues, and no model starves another."""
 
-from worlds.invariants import check
+from scheduling.checked_step import step
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -8,7 +8,6 @@ from llmserve.scheduling.messages import (
     BatchEnded,
     EngineClosed,
     EngineReady,
-    Event,
     FailRequest,
     RequestArrived,
     RequestCancelled,
@@ -37,12 +36,6 @@ def barrier(name: str = "gpu0", *models: str, slots: int = 2, worker: str = "") 
 
 def refill(name: str, *models: str, slots: int = 2, tokens_max: int | None = None) -> EngineInfo:
     return EngineInfo(name, slots, False, tokens_max=tokens_max, models=models)
-
-
-def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = scheduler.handle(event, now_s)
-    check(scheduler)
-    return actions
 
 
 def arrive(scheduler: Scheduler, model: str, *ids: int, now_s: float = 0.0, prompt_tokens: float = 0.0) -> list[Action]:

@@ -1,7 +1,7 @@
 """An engine that holds few models at once: requests are grouped by the loaded model, within what ages allow."""
 
 import pytest
-from worlds.invariants import check
+from scheduling.checked_step import step
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -9,7 +9,6 @@ from llmserve.scheduling.messages import (
     AnswerBegan,
     EngineLost,
     EngineReady,
-    Event,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -36,12 +35,6 @@ def new_scheduler(*engines: EngineInfo, order: str = "fffs") -> Scheduler:
     for engine in engines:
         step(scheduler, EngineReady(engine))
     return scheduler
-
-
-def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = scheduler.handle(event, now_s)
-    check(scheduler)
-    return actions
 
 
 def arrive(
