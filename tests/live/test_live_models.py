@@ -352,6 +352,7 @@ async def test_metrics_are_labelled_by_model_and_stream(start_front: StartFront)
 
 SMALL, LARGE = FakePace(0.02, prefill_s=0.05), FakePace(0.02, prefill_s=2.0)
 HURRY = {"x-llmserve-slo-ms": "1000"}  # too short to wait for the end of a large answer
+HURRY_IN_A_LONG_PREFILL = {"x-llmserve-slo-ms": "30000"}
 
 
 def speeds(folder: Path, **paces: FakePace) -> DispatchConfig:
@@ -364,29 +365,55 @@ def speeds(folder: Path, **paces: FakePace) -> DispatchConfig:
     return DispatchConfig(profile=tuple([f"model:{model}={folder}/{model}.json" for model in paces]))
 
 
-@pytest.fixture
-async def shared_gpu(start_front: StartFront, tmp_path: Path) -> AsyncIterator[tuple[Front, FakeEngine]]:
+@asynccontextmanager
+async def two_models(start_front: StartFront, folder: Path, large: FakePace) -> AsyncIterator[tuple[Front, FakeEngine]]:
     """A barrier engine of two models, under FLEX."""
     async with FakeEngine(
-        step_s=SMALL.step_s, prefill_s=SMALL.prefill_s, model="small", others={"large": LARGE}, slots=8, barrier=True
+        step_s=SMALL.step_s, prefill_s=SMALL.prefill_s, model="small", others={"large": large}, slots=8, barrier=True
     ) as engine:
-        dispatch = speeds(tmp_path, small=SMALL, large=LARGE)
+        dispatch = speeds(folder, small=SMALL, large=large)
         yield await start_front(engine, barrier=True, scheduling=FLEX, dispatch=dispatch), engine
 
 
-async def burst(front: Front, tokens: int = 1) -> Counter[int]:
-    return await statuses(front, "small", 8, max_tokens=tokens, headers=HURRY)
+@pytest.fixture
+async def shared_gpu(start_front: StartFront, tmp_path: Path) -> AsyncIterator[tuple[Front, FakeEngine]]:
+    async with two_models(start_front, tmp_path, LARGE) as shared:
+        yield shared
+
+
+@pytest.fixture
+async def engine_in_a_long_prefill(start_front: StartFront, tmp_path: Path) -> AsyncIterator[tuple[Front, FakeEngine]]:
+    """The same engine, whose large model takes a minute to begin, once; then it is quick.
+
+    A preempting burst has 30 s, which no pause of a busy machine uses up.
+    """
+    slow = FakePace(0.02, prefill_s=60.0)
+
+    async def quick_from_the_second_run(engine: FakeEngine) -> None:
+        await until(lambda: engine.running == 1)
+        engine._paces["large"] = FakePace(0.02)
+
+    async with two_models(start_front, tmp_path, slow) as (front, engine):
+        turn = asyncio.ensure_future(quick_from_the_second_run(engine))
+        yield front, engine
+        await turn
+
+
+async def burst(front: Front, tokens: int = 1, headers: dict[str, str] = HURRY) -> Counter[int]:
+    return await statuses(front, "small", 8, max_tokens=tokens, headers=headers)
 
 
 def ends_of(front: Front, request_id: int) -> list[str]:
     return [event.outcome for event in events(front, RequestEnded) if event.request_id == request_id]
 
 
-async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tuple[Front, FakeEngine]) -> None:
-    front, engine = shared_gpu
+async def test_a_preempted_request_is_started_again_and_ends_once(
+    engine_in_a_long_prefill: tuple[Front, FakeEngine],
+) -> None:
+    front, engine = engine_in_a_long_prefill
     large = asyncio.ensure_future(front.post(model="large", max_tokens=2).__aenter__())
-    await until(lambda: engine.running == 1)
-    assert await burst(front) == {200: 8}
+    await until(lambda: engine._paces["large"] == FakePace(0.02))
+    assert await burst(front, headers=HURRY_IN_A_LONG_PREFILL) == {200: 8}
     assert not large.done()
     response = await large
     assert (response.status, (await response.json())["usage"]["completion_tokens"]) == (200, 2)
@@ -425,12 +452,12 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
 
 
 async def test_a_stream_without_a_first_byte_may_be_preempted_too(
-    shared_gpu: tuple[Front, FakeEngine],
+    engine_in_a_long_prefill: tuple[Front, FakeEngine],
 ) -> None:
-    front, engine = shared_gpu
+    front, engine = engine_in_a_long_prefill
     request = asyncio.ensure_future(front.post(model="large", max_tokens=3, stream=True).__aenter__())
-    await until(lambda: engine.running == 1)
-    assert await burst(front) == {200: 8}
+    await until(lambda: engine._paces["large"] == FakePace(0.02))
+    assert await burst(front, headers=HURRY_IN_A_LONG_PREFILL) == {200: 8}
     assert not request.done(), "the request must be preempted, as its engine runs one batch at a time"
     response = await request
     body = (await response.read()).decode()
