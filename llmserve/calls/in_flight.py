@@ -19,7 +19,10 @@ from llmserve.wire.event_stream import Usage
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """How the front-end served a request: the x-llmserve-* headers of its answer."""
+    """How the front-end served a request: the x-llmserve-* headers of its answer.
+
+    cached_tokens : of the prompt, as the engine tells them with a whole answer; None: it does not, or has not yet
+    """
 
     request_id: int
     bin: int
@@ -27,6 +30,7 @@ class Receipt(msgspec.Struct, frozen=True):
     engine: str
     queue_ms: float
     predicted_tokens: float | None
+    cached_tokens: int | None = None
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ PARALLEL = (
     DATA_PARALLEL,
 )
 SCHEDULING, PRIORITY = "--scheduling-policy", "priority"
+TELLS_CACHED = "--enable-prompt-tokens-details"  # answers say how much of their prompt was in the cache
 CHECK_S = 60.0  # time limit of the interpreter, or of nvidia-smi
 HAS_VLLM = (
     "import importlib.util, sys; spec = importlib.util.find_spec('vllm'); sys.exit(spec is None or not spec.origin)"
@@ -128,7 +129,7 @@ def command(python: str, model: str, slots: int | None, args: Sequence[str], hos
         words += ["--max-num-seqs", str(slots)]
     if not _values(args, SCHEDULING):
         words += [SCHEDULING, PRIORITY]
-    return [*words, *args]
+    return [*words, TELLS_CACHED, *args]  # --no-enable-prompt-tokens-details among args wins
 
 
 def _gpus_per_replica(args: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ from llmserve.wire.answer_forms import Silence, error_of_body
 from llmserve.wire.headers import (
     BATCH_HEADER,
     BIN_HEADER,
+    CACHED_HEADER,
     ENGINE_HEADER,
     PREDICTED_HEADER,
     QUEUE_HEADER,
@@ -37,6 +38,7 @@ REQUEST_ID = b"x-request-id: %b\r\n"  # the client's, if sent
 _LINES = f"{BIN_HEADER}: %d\r\n{BATCH_HEADER}: %d\r\n{QUEUE_HEADER}: %.1f\r\n{ENGINE_HEADER}: %b\r\n"
 RECEIPT = REQUEST_ID + _LINES.encode()
 PREDICTED = f"{PREDICTED_HEADER}: %.0f\r\n".encode()
+CACHED = f"{CACHED_HEADER}: %d\r\n".encode()
 
 BeginTrace = Callable[[Call, ClientExchange], Trace | None]
 """Begins to trace a request; None: this one is not traced."""
@@ -117,7 +119,9 @@ def receipt_lines(receipt: Receipt, call: Call) -> bytes:
     """The lines of an answer's head that say how the front-end served its call."""
     name, engine = request_name(receipt.request_id, call).encode(), receipt.engine.encode()
     lines = RECEIPT % (name, receipt.bin, receipt.batch, receipt.queue_ms, engine.translate(None, CONTROL))
-    return lines if receipt.predicted_tokens is None else lines + PREDICTED % receipt.predicted_tokens
+    if receipt.predicted_tokens is not None:
+        lines += PREDICTED % receipt.predicted_tokens
+    return lines if receipt.cached_tokens is None else lines + CACHED % receipt.cached_tokens
 
 
 class _Answer:

@@ -142,9 +142,10 @@ class Forwarding:
             return None
         return self._declined(body) if answer.status >= 400 else self._whole(body)
 
-    def _completed(self, tokens: int) -> RequestEnded:
-        choices = self.in_flight.call.bounds.choices
-        return RequestEnded(*self._request, "completed", tokens / choices if choices else 0.0)
+    def _completed(self, usage: Usage) -> RequestEnded:
+        choices, tokens = self.in_flight.call.bounds.choices, usage.completion_tokens or 0
+        each = tokens / choices if choices else 0.0
+        return RequestEnded(*self._request, "completed", each, cached_tokens=usage.cached_tokens)
 
     def _whole(self, body: bytes) -> RequestEnded:
         """Forward an answer that is not streamed, unless the body is an error in spite of the status."""
@@ -164,8 +165,10 @@ class Forwarding:
         self._measured.counts, self._measured.cut = usage, answer.cut
         if answer.response_id:
             self._owner.routes.note(answer.response_id, self.handle.name, in_flight.call)
+        if usage.cached_tokens is not None and (receipt := in_flight.receipt) is not None:
+            in_flight.receipt = msgspec.structs.replace(receipt, cached_tokens=usage.cached_tokens)
         self._begin(body)
-        return self._completed(usage.completion_tokens or 0)
+        return self._completed(usage)
 
     # ---- errors that an engine tells ----
 
@@ -268,10 +271,11 @@ class Forwarding:
         if rest := usage.flush():
             delivery.feed(rest)
         measured.last_at_s = self._owner.now_s()
-        measured.counts, measured.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
+        counts = Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+        measured.counts, measured.cut = counts, usage.cut
         delivery.close()
         self._owner.forecasts.learn_prompt(self.in_flight.call, usage.prompt_tokens)
-        return self._completed(usage.output_tokens)
+        return self._completed(counts)
 
     def _stream_failed(self, usage: StreamReader) -> RequestEnded:
         """The engine has told an error within its stream. The client's own error passes as the engine tells it."""

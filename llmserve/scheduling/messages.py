@@ -52,6 +52,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
                    None: the end says nothing about other requests
     no_socket      whether this server had no socket for the request: `cancelled`, which says nothing about the engine
     lost           whether the engine was judged to have lost the request, which is its fault
+    cached_tokens  tokens of the prompt that the engine had in its cache, by its own word; None: it does not say
     """
 
     engine: str
@@ -64,6 +65,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     refused: bool = False
     rest_s: float | None = None
     lost: bool = False
+    cached_tokens: float | None = None
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,20 +38,68 @@ Count = Annotated[int, Meta(ge=0, lt=COUNT_BOUND)]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of an engine; None where the engine sends none that makes sense."""
+    """Token counts of an engine; None where the engine sends none that makes sense.
+
+    cached_tokens : those of the prompt that the engine had in its cache
+    """
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+    @staticmethod
+    def sensible(prompt_tokens: int | None, completion_tokens: int | None, cached_tokens: int | None) -> Usage:
+        """Counts as an engine tells them. A prompt has no more cached tokens than tokens."""
+        if cached_tokens is not None and prompt_tokens is not None and cached_tokens > prompt_tokens:
+            cached_tokens = None
+        return Usage(prompt_tokens, completion_tokens, cached_tokens)
+
+
+class PromptDetails(msgspec.Struct):
+    """`prompt_tokens_details` of a completion, and `input_tokens_details` of a response."""
+
+    cached_tokens: Count | None = None
+
+
+class _CompletionUsage(msgspec.Struct):
+    """`usage` of a completion. prompt_cache_hit_tokens : of DeepSeek"""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    prompt_cache_hit_tokens: Count | None = None
 
 
-class _Event(msgspec.Struct):
-    usage: Usage | None = None
+class _Timings(msgspec.Struct):
+    """`timings` of llama.cpp. cache_n : tokens of the prompt that were in its cache"""
+
+    cache_n: Count | None = None
+
+
+class _Counted(msgspec.Struct, kw_only=True):
+    usage: _CompletionUsage | None = None
+    timings: _Timings | None = None
+
+    @property
+    def counts(self) -> Usage | None:
+        """None: there is no usage."""
+        usage = self.usage
+        if usage is None:
+            return None
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else None
+        if cached is None:
+            cached = usage.prompt_cache_hit_tokens
+        if cached is None and self.timings is not None:
+            cached = self.timings.cache_n
+        return Usage.sensible(usage.prompt_tokens, usage.completion_tokens, cached)
+
+
+class _Event(_Counted, kw_only=True):
     choices: list[msgspec.Raw] | None = None
 
 
-class _Completion(msgspec.Struct):
+class _Completion(_Counted, kw_only=True):
     choices: list[msgspec.Raw] | None
-    usage: Usage | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -94,7 +142,7 @@ def usage_of(body: bytes) -> Usage | None:
     A completion is an object with a list of choices, or null instead, whatever the choices are.
     """
     completion = read(_Completion, body)
-    return None if completion is None else completion.usage or Usage()
+    return None if completion is None else completion.counts or Usage()
 
 
 def was_cut(body: bytes) -> bool:
@@ -264,11 +312,13 @@ class UsageFilter(Passing):
     choices  answers in the stream. Several answers end at different times: no event is delayed, and these fields
              are lost.
 
-    receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none
+    receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none. The event of a
+             single answer is delayed, too, so that the receipt has the cached tokens of the usage behind it
 
     All other bytes pass unchanged.
-    `output_tokens` is the engine's count, or else the number of events with choices; `prompt_tokens` is the engine's
-    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end.
+    `output_tokens` is the engine's count, or else the number of events with choices; `prompt_tokens` and
+    `cached_tokens` are the engine's counts or None; `cut`: the answer ended at a token limit; `ended`: the answer has
+    reached its end.
     """
 
     response_id = ""  # clients ask for no completion again
@@ -278,7 +328,7 @@ class UsageFilter(Passing):
         self._strip = strip
         self._receipt = receipt
         self._choices = choices
-        self._delays_last = strip and choices == 1
+        self._delays_last = (strip or bool(receipt)) and choices == 1
         self._delayed = b""
         self._events = 0
         self._usage = Usage()
@@ -301,9 +351,20 @@ class UsageFilter(Passing):
     def prompt_tokens(self) -> int | None:
         return self._usage.prompt_tokens
 
+    @property
+    def cached_tokens(self) -> int | None:
+        return self._usage.cached_tokens
+
     def release(self) -> bytes:
         delayed, self._delayed = self._delayed, b""
-        return delayed
+        return self._receipted(delayed) if delayed and self._receipt else delayed
+
+    def _receipted(self, event: bytes) -> bytes:
+        """The event with the receipt, and what is known of the engine's cache by now."""
+        receipt = self._receipt
+        if (cached := self._usage.cached_tokens) is not None:
+            receipt = _with_field(receipt, b"cached_tokens", b"%d" % cached)
+        return _with_field(event, b"llmserve", receipt)
 
     def _says(self, event: bytes) -> Says:
         if event.find(b'"choices"') < 0:
@@ -354,20 +415,19 @@ class UsageFilter(Passing):
             return delayed + event
         self._finished |= _finished_by(event, self._choices)
         self.cut = self.cut or was_cut(event)
-        if self._receipt:
-            event = _with_field(event, b"llmserve", self._receipt)
         if not self._delays_last:
-            return delayed + event
+            return delayed + (self._receipted(event) if self._receipt else event)
         self._delayed = event
         return delayed
 
     def _is_usage(self, event: bytes) -> bool:
         """Whether the event carries usage and no choice. Stores the event's counts."""
         answer = read(_Event, data_of(event))
-        if answer is None or answer.usage is None:
+        counts = answer.counts if answer is not None else None
+        if answer is None or counts is None:
             return False
-        if answer.usage.completion_tokens is not None:
-            self._usage = answer.usage
+        if counts.completion_tokens is not None:
+            self._usage = counts
         return not answer.choices
 
 

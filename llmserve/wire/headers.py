@@ -14,6 +14,7 @@ BIN_HEADER = "x-llmserve-bin"
 BATCH_HEADER = "x-llmserve-batch"
 QUEUE_HEADER = "x-llmserve-queue-ms"
 ENGINE_HEADER = "x-llmserve-engine"
+CACHED_HEADER = "x-llmserve-cached-tokens"  # tokens of the prompt in the engine's cache; not of streams
 
 # A static-batching engine forms its batches by BATCH_HEADER and BATCH_SIZE_HEADER.
 BATCH_SIZE_HEADER = "x-llmserve-batch-size"

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from llmserve.wire.event_stream import Count, Passing, Says, Usage, data_of, events_of
+from llmserve.wire.event_stream import Count, Passing, PromptDetails, Says, Usage, data_of, events_of
 from llmserve.wire.lenient_json import count_of, read
 
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
@@ -21,15 +21,19 @@ class ResponseUsage(msgspec.Struct):
 
     input_tokens: Count | None = None
     output_tokens: Count | None = None
+    input_tokens_details: PromptDetails | None = None
 
     @property
     def counts(self) -> Usage:
-        return Usage(self.input_tokens, self.output_tokens)
+        details = self.input_tokens_details
+        return Usage.sensible(self.input_tokens, self.output_tokens, details.cached_tokens if details else None)
 
 
-class MessageUsage(ResponseUsage):
+class MessageUsage(msgspec.Struct):
     """`usage` of /v1/messages, where `input_tokens` leaves out the tokens of the prompt cache."""
 
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
     cache_creation_input_tokens: Count | None = None
 
@@ -37,7 +41,7 @@ class MessageUsage(ResponseUsage):
     def counts(self) -> Usage:
         parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
         prompt = None if self.input_tokens is None else sum([part or 0 for part in parts])
-        return Usage(prompt, self.output_tokens)
+        return Usage.sensible(prompt, self.output_tokens, self.cache_read_input_tokens)
 
 
 class EventReader(Passing):
@@ -56,6 +60,7 @@ class EventReader(Passing):
         super().__init__()
         self.cut = False
         self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.response_id = ""
         self._output_tokens: int | None = None
         self._events = 0
@@ -98,10 +103,15 @@ class EventReader(Passing):
         """Read an event whose type is one of `marks`. It may be a part of a very large one."""
 
     def _count(self, usage: Usage) -> None:
-        if usage.prompt_tokens is not None:
-            self.prompt_tokens = usage.prompt_tokens
+        self._count_prompt(usage)
         if usage.completion_tokens is not None:
             self._output_tokens = usage.completion_tokens
+
+    def _count_prompt(self, usage: Usage) -> None:
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.cached_tokens is not None:
+            self.cached_tokens = usage.cached_tokens
 
 
 class _Incomplete(msgspec.Struct):
@@ -190,7 +200,7 @@ class MessageReader(EventReader):
     def _read(self, event: bytes) -> None:
         told = read(_MessageEvent, event) or _MessageEvent()
         if told.type == "message_start" and told.message is not None and told.message.usage is not None:
-            self.prompt_tokens = told.message.usage.counts.prompt_tokens
+            self._count_prompt(told.message.usage.counts)
         elif told.type == "message_delta":
             self.cut = self.cut or (told.delta is not None and told.delta.stop_reason == "max_tokens")
             if told.usage is not None:

@@ -239,3 +239,23 @@ def test_the_process_prints_its_address_and_ends_with_status_0():
             assert engine.wait(LIMIT_S) == 0
         finally:
             engine.kill()
+
+
+async def test_a_prefix_cache_tells_whole_blocks_of_earlier_prompts_and_forgets_the_least_recently_used(
+    session: aiohttp.ClientSession,
+):
+    async def cached(name: str, words: int) -> int:
+        body = {"messages": [{"role": "user", "content": " ".join(f"{name}{number}" for number in range(words))}]}
+        async with post(session, engine, 1, **body) as response:
+            return (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with FakeEngine(step_s=0, cache_words=128) as engine:
+        assert await cached("a", 70) == 0
+        assert await cached("a", 70) == 64, "whole blocks of 16"
+        assert await cached("a", 40) == 32, "what the prompts share"
+        assert await cached("b", 100) == 0
+        assert await cached("a", 70) == 32, "the end of the longer prompt has left first"
+    async with FakeEngine(step_s=0, cache_words=1024) as engine:
+        words = 64 - len(['[{"role":', '"user",', '"content":'])
+        assert await cached("a", words) == 0
+        assert await cached("a", words) == 48, "the last word is computed in any case"

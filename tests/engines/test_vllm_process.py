@@ -32,7 +32,8 @@ def test_a_server_is_started_as_a_module_with_the_users_arguments_at_the_end() -
     assert replica.name == "vllm-0"
     assert " ".join(replica.command(8123)) == (
         "python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B --served-model-name Qwen/Qwen3-8B "
-        "--host 127.0.0.1 --port 8123 --max-num-seqs 64 --scheduling-policy priority --max-model-len 1024"
+        "--host 127.0.0.1 --port 8123 --max-num-seqs 64 --scheduling-policy priority "
+        "--enable-prompt-tokens-details --max-model-len 1024"
     )
     assert replica.environment == {}
 

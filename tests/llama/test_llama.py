@@ -13,6 +13,7 @@ from conftest import StartLlama
 from front import Front, StartFront, until
 
 from llmserve.engines.process import free_port
+from llmserve.scheduling.messages import RequestEnded
 
 pytestmark = pytest.mark.llama
 
@@ -204,3 +205,21 @@ async def test_the_file_splits_texts_as_the_demo_model_does(start_front: StartFr
     for text in [*texts, "I'd say: \"no\", 'yes'!  2,345 = a\n\nb. Ünïcode, 日本"]:
         _, _, body = await told(front, f"{llama_url}/tokenize", {"content": text})
         assert json.loads(body)["tokens"] == tokenizer.encode(text).ids, text
+
+
+async def test_cached_tokens_are_known_of_every_endpoint(start_front: StartFront, start_llama: StartLlama) -> None:
+    paths = {"chat/completions": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
+    with start_llama(slots=1) as url:
+        front = await start_front(url, slots=None)
+        for index, (path, name) in enumerate(paths.items()):
+            said = " ".join([f"{index}{number}" for number in range(40)])
+            asked = {name: [{"role": "user", "content": said}] if name == "messages" else said}
+            asked |= {"max_output_tokens" if path == "responses" else "max_tokens": 4}
+            for stream in (False, True, False):
+                assert (await told(front, f"{front.url}/v1/{path}", {**asked, "stream": stream}))[0] == 200
+        await until(lambda: not front.cluster.scheduler.requests)
+        ends = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestEnded)]
+        hits = [end.cached_tokens for end in ends]
+        assert None not in hits
+        for first, streamed, whole in zip(hits[::3], hits[1::3], hits[2::3], strict=True):
+            assert first < 20 < streamed == whole

@@ -35,6 +35,7 @@ def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(fl
         answer, headers = server.chat("Count from 3 to 9.", model="model")
         assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
         assert headers["x-llmserve-engine"] == "vllm-0"
+        assert headers["x-llmserve-cached-tokens"] == "0", "llmserve has vLLM tell what was in its cache"
         assert (tmp_path / "logs" / "vllm-0.log").stat().st_size > 0
 
         (port,) = {each.laddr.port for each in vllm_of(server)[0].net_connections() if each.status == "LISTEN"}

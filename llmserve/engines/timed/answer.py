@@ -23,6 +23,7 @@ class FakeAnswer:
     inputs   texts of the prompt, of an endpoint without generated text
     cut      the answer ends at its limit
     id       of a response that the engine keeps
+    cached_tokens  of the prompt, in the engine's cache; None: it does not tell
     """
 
     model: str
@@ -33,11 +34,14 @@ class FakeAnswer:
     cut: bool = False
     inputs: int = 1
     id: str = ""
+    cached_tokens: int | None = None
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> Fields:
         total = self.prompt_tokens + self.tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+        details = {"cached_tokens": self.cached_tokens}
+        return usage if self.cached_tokens is None else {**usage, "prompt_tokens_details": details}
 
     @property
     def text(self) -> str:
@@ -104,7 +108,7 @@ def _response(answer: FakeAnswer, status: str = "") -> Fields:
     ended = "incomplete" if answer.cut else "completed"
     usage = {
         "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": answer.tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + answer.tokens,
@@ -163,13 +167,20 @@ def _message(answer: FakeAnswer) -> Fields:
         "content": [{"type": "text", "text": answer.text}],
         "stop_reason": "max_tokens" if answer.cut else "end_turn",
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
+        "usage": _message_usage(answer, answer.tokens),
     }
+
+
+def _message_usage(answer: FakeAnswer, output_tokens: int) -> Fields:
+    """Anthropic counts the tokens of its cache apart from the others of the prompt."""
+    cached = answer.cached_tokens
+    usage = {"input_tokens": answer.prompt_tokens - (cached or 0), "output_tokens": output_tokens}
+    return usage if cached is None else {**usage, "cache_read_input_tokens": cached}
 
 
 def _message_events(answer: FakeAnswer) -> Events:
     begun = {**_message(answer), "content": [], "stop_reason": None}
-    begun["usage"] = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    begun["usage"] = _message_usage(answer, 0)
     opening = _typed({"type": "message_start", "message": begun})
     opening += _typed({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})
     token = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": WORD}}

@@ -32,6 +32,7 @@ from bins.profile import batch_s
 from llmserve.demo.batching import BatchQueue, Seat, seat_of
 from llmserve.engines.timed.answer import GENERATING, PATHS, RESPONSES, FakeAnswer, events, whole_body, whole_stream
 from llmserve.engines.timed.body import FakeBody
+from llmserve.engines.timed.cache import PrefixCache
 
 FaultMode = Literal["ok", "hang", "500", "close_mid_stream", "slow"]
 
@@ -85,7 +86,8 @@ class FakeEngine:
     running, waiting : requests now.  running_max : largest `running` so far.  bodies : the last request bodies.
     others : further models besides `model`, each with its pace.  row_s without barrier raises ValueError.
     api_key : needed below /v1, as vLLM's.  endpoints : paths, which /openapi.json lists; None: all, and no such list.
-    responses : ids of those that the engine keeps.
+    responses : ids of those that the engine keeps.  cache_words : capacity of a prefix cache, whose hits the answers
+    tell; None: the engine has no such cache
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class FakeEngine:
         context_tokens: int = 1 << 20,
         api_key: str | None = None,
         endpoints: Collection[str] | None = None,
+        cache_words: int | None = None,
     ) -> None:
         self.model = model
         self.running = 0
@@ -124,6 +127,7 @@ class FakeEngine:
             raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
         self._tokens_max, self._context_tokens = tokens_max, context_tokens  # reported; not enforced
+        self._cache = PrefixCache(cache_words) if cache_words is not None else None
         self._authorization = f"Bearer {api_key}" if api_key else None
         self._host, self._port = host, port
         self._runner: web.ServerRunner | None = None
@@ -238,15 +242,18 @@ class FakeEngine:
         return await (self._stream(request, answer, seat) if body.stream else self._whole(request, answer, seat))
 
     def _answer(self, body: FakeBody, path: str) -> FakeAnswer:
-        words = len(body.prompts.split())  # instead of tokens: grows with the text
+        prompt = body.prompts.split()
+        words = len(prompt)  # instead of tokens: grows with the text
         if path not in GENERATING:
             return FakeAnswer(body.model or self.model, path, 0, words, inputs=body.inputs)
+        cached = self._cache.take(prompt) if self._cache is not None else None
         kept = f"resp-{self._port}" if path == RESPONSES else ""
         if kept:
             self.responses.add(kept)
         usage = body.stream_options is not None and body.stream_options.include_usage
         tokens = body.most or self._output_tokens
-        return FakeAnswer(body.model or self.model, path, tokens, words, usage, body.most is not None, id=kept)
+        model, cut = body.model or self.model, body.most is not None
+        return FakeAnswer(model, path, tokens, words, usage, cut, id=kept, cached_tokens=cached)
 
     async def _whole(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         if not self._is_instant(answer.model):
@@ -412,6 +419,7 @@ def main() -> None:
         help="a further model with its own pace; repeat for several models",
     )
     add("--api-key", help="needed below /v1")
+    add("--cache-words", type=int, help="capacity of a prefix cache, in words of prompts (default: no cache)")
     add("--output-tokens", type=int, default=16, help="tokens of an answer to a request without max_tokens")
     arguments = vars(parser.parse_args())
     arguments["others"] = dict(arguments.pop("other"))
