@@ -20,6 +20,7 @@ BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to 
 # Defaults of Request, Terms and Draft: a journal leaves out a field only where its value is this very object.
 EVEN = 1.0  # the weight of a share
 LAST = 0.0  # no item of the same job follows
+NO_BLOCKS = 0.0  # tokens of a block of a prompt that has none
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,7 +32,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     quantiles         equally likely output lengths, ascending; () when only the median is known
     prompt_tokens     estimated; 0 when unknown
     choices           answers that share the prompt, each as long as predicted; 0: the prompt is all the work
-    prefixes          hashes of prefixes of the prompt, of growing length; () without grouping by prefix
+    blocks            hashes of the prompt's whole blocks, each of all the prompt up to the block's end; () for a short
+                      prompt
+    block_tokens      tokens of each block, estimated
     model             id of the model; "" for a single model
     stream            name of the client's key or application; "" when unknown
     sender            hash of who sent the request: of the client's key, or without keys of the prompt; 0 when unknown
@@ -47,7 +50,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     quantiles: tuple[float, ...] = ()
     prompt_tokens: float = 0.0
     choices: int = 1
-    prefixes: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    block_tokens: float = NO_BLOCKS
     model: str = ""
     stream: str = ""
     sender: int = 0
@@ -229,6 +233,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
 
     prompt          input of the length predictor
     opening         the first characters of the prompt, in the order of the engine's template
+    blocks          hashes of the prompt's blocks, see Request; block_share : each block's share of the prompt
     previous        id of the earlier response that the prompt goes on from; "" for none
     tier, priority  `service_tier` and `priority` of the body: what the client asks for
     deadline_s      deadline on the cluster's clock; None: by `terms.slo_s`
@@ -240,6 +245,8 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     bounds: Bounds = Bounds()
     terms: Terms = Terms()
     opening: str = ""
+    blocks: tuple[int, ...] = ()
+    block_share: float = 0.0
     previous: str = ""
     tier: str = ""
     priority: int = 0

@@ -1,4 +1,4 @@
-"""The estimated tokens of a prompt, and hashes of its beginning, without a tokenizer."""
+"""The estimated tokens of a prompt, and who sent it, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ MEMORY = 256  # answers after which an observation's weight has fallen to a thir
 MODELS_MAX = 10_000  # models with an estimate: the names of adapters change without end
 SAVED_MAX = 1_000  # models whose estimates survive a restart
 SENDER_CHARACTERS = 512  # of either end of a prompt, by which prompts without a key are told apart
-PREFIX_CHARACTERS = (256, 512, 1024, 2048, 4096, 8192)  # lengths of the beginnings worth a hit in a prefix cache
 
 
 class PromptTokens:
@@ -98,14 +97,3 @@ def sender_hash(call: Call, secret: bytes) -> int:
     who = prompt.sender or "\0".join(ends)
     digest = hashlib.blake2b(who.encode(errors="replace"), digest_size=6, key=secret)
     return int.from_bytes(digest.digest()) or 1
-
-
-def prefix_hashes(opening: str, secret: bytes) -> tuple[int, ...]:
-    """Hashes of longer and longer beginnings, () for a short prompt. secret : hides the prompts from a journal."""
-    hashes = []
-    for characters in PREFIX_CHARACTERS:
-        if len(opening) < characters:
-            break
-        digest = hashlib.blake2b(opening[:characters].encode(errors="replace"), digest_size=6, key=secret)
-        hashes.append(int.from_bytes(digest.digest()))
-    return tuple(hashes)

@@ -26,7 +26,8 @@ class Draft(msgspec.Struct, gc=False):
     body      as the client has sent it, unpacked
     address   of the client, where shares are by address; "" elsewhere
     account   of the API key; from `within_limits` on
-    wire, prompt, bounds, opening, previous, tier, priority  from the body; `prompt` with the model that the body names
+    wire, prompt, bounds, opening, blocks, block_share, previous, tier, priority  from the body; `prompt` with the model
+              that the body names
     model     that serves the call
 
     All other fields are those of the same names in Terms and Call.
@@ -42,6 +43,8 @@ class Draft(msgspec.Struct, gc=False):
     prompt: Prompt = Prompt("")
     bounds: Bounds = Bounds()
     opening: str = ""
+    blocks: tuple[int, ...] = ()
+    block_share: float = 0.0
     previous: str = ""
     tier: str = ""
     priority: int = 0
@@ -89,6 +92,8 @@ class Draft(msgspec.Struct, gc=False):
             self.bounds,
             self.terms,
             self.opening,
+            self.blocks,
+            self.block_share,
             self.previous,
             self.tier,
             self.priority,

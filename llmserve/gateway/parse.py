@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw
 
+from llmserve.calls.prompt_blocks import prompt_blocks
 from llmserve.errors import BadRequest
 from llmserve.gateway.bodies import OPTIONS, Body, BodyLimits, StreamOptions, read_body, unreadable, value_or_none
 from llmserve.gateway.draft import NO_HEADERS, Draft
@@ -49,17 +50,20 @@ def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str,
     return draft.call()
 
 
-def read_request(draft: Draft, limits: BodyLimits) -> None:
-    """Fill in what the body and the client's headers say. Raises BadRequest, which names the field or the header."""
+def read_request(draft: Draft, limits: BodyLimits, secret: bytes = b"") -> None:
+    """Fill in what the body and the client's headers say. Raises BadRequest, which names the field or the header.
+
+    secret : of the hashes of the prompt's blocks
+    """
     reads = draft.endpoint.reads
     if isinstance(reads, Answers):
-        _read_answers(draft, reads, limits)
+        _read_answers(draft, reads, limits, secret)
     else:
         _read_prompt(draft, reads, limits)
     draft.model = draft.prompt.model
 
 
-def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits) -> None:
+def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: bytes) -> None:
     endpoint, headers, data = draft.endpoint, draft.headers, without_bom(draft.body)
     body: AnswerBody
     body, text = read_body(reads.decoder, data, limits)
@@ -86,6 +90,8 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits) -> None:
     if not headers.keys().isdisjoint(TERMS):
         _read_terms(draft, headers)
     draft.prompt, draft.opening, draft.previous = read.prompt, read.opening, body.previous_response_id or ""
+    draft.blocks, share = prompt_blocks(read.pieces, read.prompt.model, secret)
+    draft.block_share = share / read.prompts
     passed = _forwarded(headers, endpoint.headers)
     draft.wire = Wire(endpoint.path, sent, stream, written, passed, "", endpoint.form)
 
@@ -139,7 +145,7 @@ def _read_fields(reads: PromptFields, data: bytes, limits: BodyLimits) -> _Read:
             opening = opening or value[:SENDER_CHARACTERS].decode(errors="replace")
         elif value:
             ids += value.count(b",") + 1
-    return _Read(ReadPrompt(Prompt("", body.model or "", history_characters=chars), opening, chars, ids))
+    return _Read(ReadPrompt(Prompt("", body.model or "", history_characters=chars), (opening,), chars, ids))
 
 
 def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Read:
@@ -149,7 +155,7 @@ def _read_form(reads: FormFile, data: bytes, headers: Mapping[str, str]) -> _Rea
     if file is None:
         raise BadRequest(f"`{reads.field}` is required", param=reads.field, code="missing_required_parameter")
     ids = -(-(file.stop - file.start) // reads.bytes_per_token)
-    prompt = ReadPrompt(Prompt("", form.text("model")), f"{file.stop - file.start}", 0, ids)
+    prompt = ReadPrompt(Prompt("", form.text("model")), (f"{file.stop - file.start}",), 0, ids)
     return _Read(prompt, form.text("stream").lower() in ("true", "1"), content_type)
 
 

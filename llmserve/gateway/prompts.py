@@ -6,27 +6,33 @@ from collections.abc import Sequence
 
 import msgspec
 
+from llmserve.calls.prompt_blocks import Piece
 from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody, text_of
 from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, unreadable
 from llmserve.wire.json_text import structure
 from predictor.prompt import Prompt
 
-OPENING_CHARS = 8192
+OPENING_CHARS = 512
 
 
 class ReadPrompt(msgspec.Struct):
     """What a Call has of the prompt.
 
     prompt   input of the length predictor
-    opening  its first OPENING_CHARS, in the order of the engine's template, to compare prefixes
+    pieces   all of its texts, in the order of the engine's template; of several prompts those of the first
     chars    characters of all its texts; ids : number of its token ids; prompts : each has its own answers
     """
 
     prompt: Prompt
-    opening: str
+    pieces: Sequence[Piece]
     chars: int
     ids: int = 0
     prompts: int = 1
+
+    @property
+    def opening(self) -> str:
+        """The first OPENING_CHARS, to compare prompts."""
+        return _first_characters(self.pieces)
 
 
 def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
@@ -65,7 +71,7 @@ def _read_turns(
     tools, model = body.tools_count, body.model or ""
     if not roles:
         prompt = Prompt("", model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
-        return ReadPrompt(prompt, "", 0)
+        return ReadPrompt(prompt, (), 0)
     question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
     text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
     chars = sum(map(len, texts))
@@ -79,10 +85,10 @@ def _read_turns(
         format=format,
         output_tokens_max=output_tokens_max,
     )
-    lines = [bytes(memoryview(body.tools)[:OPENING_CHARS]).decode(errors="replace")] if tools else []
+    pieces: list[Piece] = [memoryview(body.tools)] if tools else []
     for role, content in zip(roles, texts, strict=True):
-        lines += (role, content)
-    return ReadPrompt(prompt, _first_characters(lines), chars)
+        pieces += (role, content)
+    return ReadPrompt(prompt, pieces, chars)
 
 
 def _last(roles: list[str], role: str) -> int:
@@ -93,21 +99,23 @@ def _last(roles: list[str], role: str) -> int:
 def read_completion(body: CompletionBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
     """What is neither texts nor token ids counts as one prompt with all its characters: the engine answers it."""
     data = bytes(body.prompt)
-    text, opening, chars, ids, prompts = "", "", 0, 0, 1
+    text, chars, ids, prompts = "", 0, 0, 1
+    pieces: Sequence[Piece] = ()
     if b'"' in data:
         value = strings_of("prompt", body.prompt, "prompts", "choices_max")
         if value is None:
             _check_one("prompt", data)
             chars = len(data)
-            opening = data[:OPENING_CHARS].decode(errors="replace")
+            pieces = (data,)
         else:
             texts = [value] if isinstance(value, str) else value
-            text, opening, prompts = " ".join(texts), _first_characters(texts), max(1, len(texts))
+            text, pieces, prompts = " ".join(texts), texts[:1], max(1, len(texts))
             chars = len(text)
     elif data not in (b"", b"null"):
-        ids, prompts, opening = _token_ids(data)
+        ids, prompts, first = _token_ids(data)
+        pieces = (first,)
     prompt = Prompt(text, body.model or "", stop=stops, output_tokens_max=output_tokens_max)
-    return ReadPrompt(prompt, opening, chars, ids, prompts)
+    return ReadPrompt(prompt, pieces, chars, ids, prompts)
 
 
 def _check_one(name: str, prompt: bytes) -> None:
@@ -122,8 +130,8 @@ def _check_one(name: str, prompt: bytes) -> None:
 EXPECTED = "expected text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
-def _token_ids(prompt: bytes) -> tuple[int, int, str]:
-    """(token ids, prompts, opening in decimal digits) of a list of numbers, or of a list of such lists.
+def _token_ids(prompt: bytes) -> tuple[int, int, bytes]:
+    """(token ids, prompts, ids of the first prompt in decimal digits) of a list of numbers, or of a list of such lists.
 
     The prompt is valid JSON without a string. So with the characters of numbers and commas removed, exactly its
     brackets remain; between two inner lists stands a comma only. Raises BadRequest for anything else.
@@ -136,19 +144,17 @@ def _token_ids(prompt: bytes) -> tuple[int, int, str]:
     if not flat and not (nested and compact.startswith(b"[[") and compact.endswith(b"]]")):
         raise unreadable("prompt", EXPECTED)
     ids = compact.count(b",") + 1 - compact.count(b"[]")
-    opening = compact[: 2 * OPENING_CHARS].translate(None, b"[]").replace(b",", b"\n")[:OPENING_CHARS]
-    return ids, 1 if flat else prompts, opening.decode()
+    return ids, 1 if flat else prompts, compact[: compact.index(b"]")].lstrip(b"[")
 
 
-def _first_characters(parts: Sequence[str]) -> str:
-    """Join the parts with newlines and return the first OPENING_CHARS. Joins no more parts than necessary."""
-    if sum(map(len, parts)) + len(parts) <= OPENING_CHARS:
-        return "\n".join(parts)
+def _first_characters(pieces: Sequence[Piece]) -> str:
+    """Join the pieces with newlines and return the first OPENING_CHARS. Joins no more pieces than necessary."""
     lines: list[str] = []
     remaining = OPENING_CHARS
-    for part in parts:
+    for piece in pieces:
         if remaining <= 0:
             break
-        lines.append(part[:remaining])
+        part = piece[:remaining]
+        lines.append(part if isinstance(part, str) else bytes(part).decode(errors="replace"))
         remaining -= len(part) + 1
     return "\n".join(lines)

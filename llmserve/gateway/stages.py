@@ -89,7 +89,7 @@ def of_clients(
     fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
     return Admission(
         head=[while_serving(cluster), authenticated(key_limits.keys), within_limits(key_limits)],
-        body=[reading(limits_of(config))],
+        body=[reading(limits_of(config), cluster.calls.secret)],
         last=[
             *_naming(cluster, aliases),
             own_stream,
@@ -153,11 +153,11 @@ def within_limits(key_limits: KeyLimits) -> Stage:
 # ---- the body ------------------------------------------------------------------------------------------------------
 
 
-def reading(limits: BodyLimits) -> Stage:
-    """Read the body and the client's headers."""
+def reading(limits: BodyLimits, secret: bytes) -> Stage:
+    """Read the body and the client's headers. secret : of the hashes of the prompt's blocks"""
 
     def read(draft: Draft) -> None:
-        read_request(draft, limits)
+        read_request(draft, limits, secret)
 
     return read
 

@@ -33,7 +33,8 @@ class BatchSubmitter:
         """limits : of a line's body.  fair : whether requests have shares"""
         self._cluster, self._key_limits, self._fair = cluster, key_limits, fair
         self._admission = Admission(
-            body=[reading(limits)], last=[named(cluster), self._as_item, served(cluster), routed(cluster.routes)]
+            body=[reading(limits, cluster.calls.secret)],
+            last=[named(cluster), self._as_item, served(cluster), routed(cluster.routes)],
         )
         self._clock_began_at = _began_at(cluster)
 

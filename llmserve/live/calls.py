@@ -17,7 +17,7 @@ import msgspec
 from llmserve.calls.charges import Charges
 from llmserve.calls.in_flight import Charge, Client, InFlightCall, Receipt, Trace, told_tokens
 from llmserve.calls.log_fields import about
-from llmserve.calls.prompt_size import prefix_hashes, sender_hash
+from llmserve.calls.prompt_size import sender_hash
 from llmserve.engines.engine import ServedModel
 from llmserve.errors import RequestError, model_not_found
 from llmserve.estimates.estimator import Estimator
@@ -29,7 +29,7 @@ from llmserve.live.forwarding import Forwarding
 from llmserve.live.handle import EngineHandle
 from llmserve.live.reports import error_of
 from llmserve.live.routes import Routes
-from llmserve.request import EVEN, LAST, Batch, Call, Request
+from llmserve.request import EVEN, LAST, NO_BLOCKS, Batch, Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     AnswerBegan,
@@ -51,6 +51,7 @@ class Calls:
     on_answered  called with each call that an engine has answered whole, and the tokens of one of its answers
     on_ended     called with each call that has ended
     empty        set while no call is in flight
+    secret       key of the hashes of prompts and of senders
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Calls:
         self._scheduler = driver.scheduler
         self._estimator = estimator
         self._charges = Charges(lambda: driver.scheduler.models, driver.now_s)
-        self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
+        self.secret = secrets.token_bytes(16)
         self._in_flight: dict[int, InFlightCall] = {}
         self._last_id, self._closed = 0, False
         self._predicting: set[asyncio.Task[None]] = set()
@@ -119,10 +120,9 @@ class Calls:
 
     def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
         call = in_flight.call
-        by_prefix = bool(call.terms.share) or self.fleet.engines_of(call.model) > 1
         prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
         queue = call.route_queue or self.fleet.queue_of(call.terms.stream_name, call.model)
-        in_flight.request = request_of(in_flight, forecast, prompt_tokens, queue, self._secret, by_prefix=by_prefix)
+        in_flight.request = request_of(in_flight, forecast, prompt_tokens, queue, self.secret)
         if in_flight.charge is None:
             self._driver.step(RequestArrived(in_flight.request))
         else:
@@ -301,12 +301,10 @@ def line_now(call: Call, request: Request, now_s: float) -> Call:
     return msgspec.structs.replace(call, terms=terms)
 
 
-def request_of(
-    in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, queue: str, secret: bytes, *, by_prefix: bool
-) -> Request:
+def request_of(in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, queue: str, secret: bytes) -> Request:
     """What the scheduler knows of a call.
 
-    queue : where it waits.  secret : key of the hashes.  by_prefix : whether prefixes matter
+    queue : where it waits.  secret : key of the sender's hash
     """
     call, (predicted, quantiles) = in_flight.call, forecast
     terms, deadline_s = call.terms, call.deadline_s
@@ -319,7 +317,8 @@ def request_of(
         quantiles,
         prompt_tokens,
         call.bounds.choices,
-        prefix_hashes(call.opening, secret) if by_prefix else (),
+        call.blocks,
+        round(prompt_tokens * call.block_share, 2) if call.blocks else NO_BLOCKS,
         queue,
         terms.stream_name,
         sender_hash(call, secret),

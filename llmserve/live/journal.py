@@ -25,13 +25,17 @@ from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
-VERSION = 12
-READABLE = (4, 5, 6, 7, 8, 9, 10, 11, VERSION)
+VERSION = 13
+READABLE = (4, 5, 6, 7, 8, 9, 10, 11, 12, VERSION)
 # Version 4 has one model, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7,
 # EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
 # Lines of jobs, and ReportDue, came with version 9, ServedElsewhere with version 10,
 # refusals (RequestEnded, FailRequest) with version 11, engines that hold few models at once with version 12.
+# Blocks of prompts, and CacheChanged, came with version 13. Before, requests had hashes of longer and longer beginnings
+# of the prompt, from 256 characters on. Each is read as a block: engines are compared by how many of them they have.
+BEGINNINGS = b'"prefixes":[', b'"block_tokens":64.0,"blocks":['
+BLOCKS_SINCE = 13
 STEPS_MAX = 1_000  # more would push what each request needs out of the processor's caches
 HEADER_START = b'{"scheduling":'  # the first field of a header; a step begins with its time
 
@@ -165,6 +169,8 @@ def read(path: Path) -> tuple[Header, list[Step]]:
             f"{path}, of version {header.version} of the format, is of a server with several groups: llmserve 0.1.0 "
             "replays it"
         )
+    if header.version < BLOCKS_SINCE:
+        rest = [line.replace(*BEGINNINGS) for line in rest]
     return header, [_decode(line, Step, path, number + after) for after, line in enumerate(rest, start=1)]
 
 

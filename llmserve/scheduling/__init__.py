@@ -17,6 +17,7 @@ rates        : arrivals, completions and service times, with a bounded memory
 release      : when a bin releases a batch, and of which size
 request_book : the state of each request, from its arrival to its end
 reserve      : how many slots stay free for online requests
+residency    : what each engine has in its prefix cache
 rests        : engines that have refused requests, and rest
 scheduler    : the entrance and the handlers of events
 sharing      : of which models an engine takes requests that holds few of them at once

@@ -110,7 +110,7 @@ class EngineBook:
         """Record that an engine and its runs are gone. answered : ids of requests whose clients have received bytes."""
         state.close(expected=expected)
         self._closed(state)
-        self._group.pool.forget_prefixes(state)
+        self._group.pool.residency.forget(state.info.name)
         if state.loaded is not None:
             state.loaded.forget()
         again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch

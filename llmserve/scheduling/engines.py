@@ -14,15 +14,15 @@ and the peak is the largest of these over j.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from bins.profile import StepTimes, batch_s
-from llmserve.request import BLOCK_TOKENS, EngineInfo
+from llmserve.request import BLOCK_TOKENS, EngineInfo, Request
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.loaded_models import LoadedModels
 from llmserve.scheduling.memory import MemoryToken, is_oversize
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.residency import Residency
 from llmserve.scheduling.rests import Rests
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
@@ -32,8 +32,7 @@ PACE_SAME = 1e-6  # relative: smaller differences are rounding
 PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # an observed pace is clipped to these: beyond, the time was not a batch's
 PROVEN_S = 10.0  # seconds after an answer for which the engine's pace counts as proven
 OVERDUE_SHARE = 0.25  # an answer longer than all predictions is expected to grow by this share of itself
-PREFIX_ENGINES_MAX = 4  # engines remembered per prefix, the latest first
-IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
+IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prompt
 
 
 class Worker:
@@ -341,44 +340,6 @@ class EngineState:
         return pace.value != before
 
 
-class PrefixMemory:
-    """The last `prefixes_max` hashes of prompt prefixes, each with the engines that served the prefix last.
-
-    A request brings the hashes of ever longer prefixes of its prompt; the longest remembered prefix counts.
-    """
-
-    def __init__(self, prefixes_max: int = 16_384) -> None:
-        self._prefixes_max = prefixes_max
-        self._engines: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # hash -> names, the latest first
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def served(self, prefixes: tuple[int, ...], engine: str) -> None:
-        for prefix in prefixes:
-            earlier = self._engines.pop(prefix, ())
-            if engine in earlier:
-                earlier = tuple([name for name in earlier if name != engine])
-            self._engines[prefix] = (engine, *earlier[: PREFIX_ENGINES_MAX - 1])
-        while len(self._engines) > self._prefixes_max:
-            self._engines.popitem(last=False)
-
-    def among(self, prefixes: tuple[int, ...], engines: Collection[str]) -> list[str]:
-        """Names in `engines` that served the longest prefix which any of them served; [] when none served any."""
-        for prefix in reversed(prefixes):
-            names = [name for name in self._engines.get(prefix, ()) if name in engines]
-            if names:
-                return names
-        return []
-
-    def forget(self, engine: str) -> None:
-        """Forget an engine, which has lost its cache."""
-        for prefix, names in list(self._engines.items()):
-            self._engines[prefix] = tuple(name for name in names if name != engine)
-            if not self._engines[prefix]:
-                del self._engines[prefix]
-
-
 class EnginePool:
     """The engines of the scheduler.
 
@@ -388,6 +349,7 @@ class EnginePool:
     resting  engines that rest from a model, by name
     sharing  engines whose models share a memory for few of them, by name
     batches  busy barrier engines, by the number of requests in their batch and by name
+    residency  what each engine has in its prefix cache
     """
 
     def __init__(self) -> None:
@@ -399,7 +361,7 @@ class EnginePool:
         self.resting: dict[str, EngineState] = {}
         self.sharing: dict[str, EngineState] = {}
         self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
-        self._prefixes = PrefixMemory()
+        self.residency = Residency()
 
     # ---- the pool's engines ----
 
@@ -411,6 +373,7 @@ class EnginePool:
     def update(self, engine: EngineState, now_s: float) -> None:
         """Update the pool after an engine's models or its readiness have changed."""
         self._serving.clear()
+        self.residency.limit(engine.info.name, engine.info.tokens_max)
         self.sharing.pop(engine.info.name, None)
         if engine.loaded is not None and engine.ready:
             self.sharing[engine.info.name] = engine
@@ -486,26 +449,25 @@ class EnginePool:
 
     # ---- choice of an engine ----
 
-    def preferred(self, engines: Iterable[EngineState], prefixes: tuple[int, ...]) -> EngineState:
-        """The engine with the most room; or an engine that has lately served the same prefix and is hardly busier."""
-        best = min(engines, key=lambda engine: (-engine.room, engine.info.name))
-        if not prefixes:
+    def preferred(self, engines: Iterable[EngineState], request: Request) -> EngineState:
+        """The engine with the most room; or of those that are hardly busier, the one that has most of the prompt."""
+        best = min(engines, key=_by_room)
+        if not request.blocks:
             return best
-        near = {
-            engine.info.name: engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room
-        }
-        names = self._prefixes.among(prefixes, near)
-        return min([near[name] for name in names], key=lambda engine: -engine.room, default=best)
+        near = [engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room]
+        hits = {engine: self.residency.hit_tokens(engine.info.name, request) for engine in near}
+        most = max(hits.values())
+        return min([engine for engine in near if hits[engine] == most], key=_by_room) if most else best
 
-    def served(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
-        if len(self.engines) > 1:
-            for queued in requests:
-                if queued.request.prefixes:
-                    self._prefixes.served(queued.request.prefixes, engine.info.name)
+    def sent(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
+        """Note that these requests start on the engine."""
+        for queued in requests:
+            if queued.request.blocks:
+                self.residency.sent(engine.info.name, queued.request)
 
-    def forget_prefixes(self, engine: EngineState) -> None:
-        """Forget the prefixes of an engine, which has lost its cache."""
-        self._prefixes.forget(engine.info.name)
+
+def _by_room(engine: EngineState) -> tuple[int, str]:
+    return -engine.room, engine.info.name
 
 
 def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ weight. Of the waiting shares, the share with the smallest counter is served nex
     at the end  the charge is trued up by the real length; a request that runs again is charged again
     from idle   a share begins to wait with the smallest counter of the waiting shares at least, or while no share waits
                 with the counter of the last that did: nobody saves up service
-    prefixes    the share served last is served again if the next prompt begins as the last did, until the share is
+    beginnings  the share served last is served again if the next prompt begins as the last did, until the share is
                 ahead by two such prompts: an engine computes the common beginning once (locality in the manner
                 of DLPM: Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025). That is within VTC's bound.
     elsewhere   service by other schedulers is charged here, if the share waits here at the time: a share that does not
@@ -50,16 +50,16 @@ class Share:
     waiting   number of waiting requests
     number    breaks ties
     among     the shares that compete
-    prefixes  of the prompt that was started last
+    beginning  hash of the first block of the prompt that was started last; 0: none
     given     weighted tokens charged here that have not been reported to other schedulers
     """
 
-    __slots__ = ("among", "given", "name", "number", "prefixes", "served", "waiting", "weight")
+    __slots__ = ("among", "beginning", "given", "name", "number", "served", "waiting", "weight")
 
     def __init__(self, name: str, number: int, among: FairShares) -> None:
         self.name, self.number, self.among = name, number, among
         self.weight, self.served, self.given, self.waiting = 1.0, 0.0, 0.0, 0
-        self.prefixes: tuple[int, ...] = ()
+        self.beginning = 0
 
     def wait(self) -> None:
         """Count a request that begins to wait."""
@@ -87,10 +87,10 @@ class Share:
         else:
             self.served += tokens / self.weight
 
-    def start(self, tokens: float, prefixes: tuple[int, ...]) -> None:
-        """Charge the forecast cost of a request that starts. prefixes : hashes of the prompt's prefixes"""
+    def start(self, tokens: float, blocks: tuple[int, ...]) -> None:
+        """Charge the forecast cost of a request that starts. blocks : of its prompt"""
         among = self.among
-        self.prefixes, among.last = prefixes, self
+        self.beginning, among.last = blocks[0] if blocks else 0, self
         self.given += tokens
         if among.contended:
             among.charge(self, tokens)
@@ -101,9 +101,9 @@ class Share:
         else:
             among.leave(self)
 
-    def goes_on(self, prompt_tokens: float, prefixes: tuple[int, ...]) -> bool:
+    def goes_on(self, prompt_tokens: float, blocks: tuple[int, ...]) -> bool:
         """Whether the share, served last, is served again with such a prompt although another share was served less."""
-        if not prefixes or prefixes[0] not in self.prefixes:
+        if not blocks or blocks[0] != self.beginning:
             return False
         return (self.served - self.among.floor) * self.weight < PREFIX_QUANTUM * PROMPT_WEIGHT * prompt_tokens
 

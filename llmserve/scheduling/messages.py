@@ -25,6 +25,7 @@ FailReason = Literal[
 ]
 REVISIONS_MAX = 64  # forecasts in one ForecastsRevised, which bounds the work of its step
 SHARES_MAX = 256  # shares in one ServedElsewhere, for the same reason
+BLOCKS_MAX = 1024  # blocks in one CacheChanged, likewise
 
 
 # ---- events ---------------------------------------------------------------------------------------------------
@@ -188,6 +189,23 @@ class ServedElsewhere(msgspec.Struct, frozen=True, tag=True):
             raise ValueError(f"{len(self.tokens)} shares are too many for one step: at most {SHARES_MAX}")
 
 
+class CacheChanged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """An engine tells what its prefix cache has stored and dropped. At most BLOCKS_MAX blocks, else ValueError.
+
+    stored, removed  blocks as in `Request.blocks`; of each prompt the beginning first
+    cleared          all that the cache had is gone; `stored` came later
+    """
+
+    engine: str
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    cleared: bool = False
+
+    def __post_init__(self) -> None:
+        if (count := len(self.stored) + len(self.removed)) > BLOCKS_MAX:
+            raise ValueError(f"{count} blocks are too many for one step: at most {BLOCKS_MAX}")
+
+
 Event = (
     RequestArrived
     | RequestCancelled
@@ -204,6 +222,7 @@ Event = (
     | DispatchSolved
     | ServedElsewhere
     | Tuned
+    | CacheChanged
 )
 
 # ---- actions --------------------------------------------------------------------------------------------------

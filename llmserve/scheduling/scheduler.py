@@ -29,6 +29,7 @@ from llmserve.scheduling.messages import (
     Action,
     AnswerBegan,
     BatchEnded,
+    CacheChanged,
     DispatchSolved,
     DrainRequested,
     EngineClosed,
@@ -100,6 +101,7 @@ class Scheduler:
             DispatchSolved: self._on_dispatch_solved,
             ServedElsewhere: self._on_served_elsewhere,
             Tuned: self._on_tuned,
+            CacheChanged: self._on_cache_changed,
         }
 
     @property
@@ -353,6 +355,11 @@ class Scheduler:
     def _on_tuned(self, event: Tuned) -> None:
         self._dispatch.tune(event.settings, self.group)
         self._book.touch()
+
+    def _on_cache_changed(self, event: CacheChanged) -> None:
+        """Note what an engine tells of its cache. That starts nothing: a later start may choose another engine."""
+        if event.engine in self.engines:
+            self.group.pool.residency.changed(event.engine, event.stored, event.removed, cleared=event.cleared)
 
 
 def end_reservation(worker: Worker, group: Group, book: RequestBook, dispatch: Dispatch) -> None:

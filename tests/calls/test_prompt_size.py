@@ -1,4 +1,4 @@
-"""Sizes and prefixes of prompts, without a tokenizer."""
+"""Sizes and senders of prompts, without a tokenizer."""
 
 import pytest
 from calls import a_call
@@ -6,10 +6,8 @@ from msgspec.structs import replace
 
 from llmserve.calls import prompt_size
 from llmserve.calls.prompt_size import (
-    PREFIX_CHARACTERS,
     PromptTokens,
     PromptTokensByModel,
-    prefix_hashes,
     sender_hash,
 )
 from llmserve.request import Call
@@ -47,16 +45,6 @@ def test_sizes_of_the_latest_models_survive_a_restart(monkeypatch: pytest.Monkey
         after.restore({"models": ["a"]})
 
 
-def test_prompts_share_the_hashes_of_their_common_prefix() -> None:
-    common = "a system prompt " * 100
-    first = prefix_hashes(common + "one" * 3_000, b"secret")
-    second = prefix_hashes(common + "two" * 3_000, b"secret")
-    shared = sum(characters <= len(common) for characters in PREFIX_CHARACTERS)
-    assert len(first) == len(PREFIX_CHARACTERS)
-    assert first[:shared] == second[:shared]
-    assert not set(first[shared:]) & set(second)
-
-
 def test_a_sender_is_the_key_or_without_keys_the_prompt() -> None:
     def sender(text: str, key: str = "", secret: bytes = b"s") -> int:
         whole = call(text)
@@ -66,10 +54,3 @@ def test_a_sender_is_the_key_or_without_keys_the_prompt() -> None:
     assert sender("a") == sender("a") != sender("b")
     assert sender("x" * 5_000 + "a") != sender("x" * 5_000 + "b"), "prompts with a long common beginning"
     assert sender("a", secret=b"t") != sender("a")
-
-
-def test_short_prompts_have_no_hash_and_hashes_need_the_secret() -> None:
-    assert prefix_hashes("hello", b"secret") == ()
-    text = "x" * 300
-    assert prefix_hashes(text, b"one") != prefix_hashes(text, b"two")
-    assert prefix_hashes("\ud800" * 300, b"one"), "half a surrogate pair is a prompt like any other"

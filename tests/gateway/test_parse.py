@@ -380,9 +380,9 @@ def test_the_opening_is_the_start_of_the_engines_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text"), [("once", "once"), (["a", "b"], "a\nb"), ([1, 23], "1\n23"), ([[1, 2], [3]], "1\n2\n3")]
+    ("prompt", "text"), [("once", "once"), (["a", "b"], "a"), ([1, 23], "1,23"), ([[1, 2], [3]], "1,2")]
 )
-def test_the_opening_of_a_completion_is_its_prompt_or_its_token_ids(prompt: Any, text: str) -> None:
+def test_the_opening_of_a_completion_is_its_first_prompt_or_its_token_ids(prompt: Any, text: str) -> None:
     assert opening("/v1/completions", prompt=prompt) == text
 
 
@@ -390,9 +390,31 @@ def test_the_opening_ends_at_its_limit_and_keeps_a_common_beginning() -> None:
     history = [{"role": "user", "content": "x" * 1_000} for _ in range(50)]
     first, second = opening(messages=history), opening(messages=[*history, {"role": "user", "content": "more"}])
     assert first == second
-    assert len(first) == 8192
-    assert len(opening("/v1/completions", prompt="x" * 10_000)) == 8192
-    assert len(opening("/v1/completions", prompt=[7] * 10_000)) <= 8192
+    assert len(first) == 512
+    assert len(opening("/v1/completions", prompt="x" * 10_000)) == 512
+    assert len(opening("/v1/completions", prompt=[7] * 10_000)) == 512
+
+
+def blocks(path: str = CHAT, **fields: Any) -> tuple[int, ...]:
+    data = json.dumps({"model": "m", **fields}).encode()
+    return parse_call(path, data, BodyLimits(prompt_chars_max=1_000_000)).blocks
+
+
+def test_the_blocks_of_a_conversation_begin_as_those_of_its_last_turn_on_every_endpoint() -> None:
+    said, tools = [{"role": "user", "content": "x" * 2_000}], [{"name": "f", "description": "d" * 600}]
+    more = [*said, {"role": "assistant", "content": "y" * 2_000}, {"role": "user", "content": "go on"}]
+    for path, field in ((CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")):
+        before, after = blocks(path, **{field: said}), blocks(path, **{field: more})
+        assert (len(before), before[:3]) == (3, after[:3])
+        assert len(after) == 7
+        assert not set(blocks(path, **{field: more}, tools=tools)) & set(after), "a template begins with the tools"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first"), [(["x" * 2_000, "y" * 2_000], "x" * 2_000), ([[7] * 2_000, [8]], [7] * 2_000)]
+)
+def test_the_blocks_of_several_prompts_are_those_of_the_first(prompt: Any, first: Any) -> None:
+    assert blocks("/v1/completions", prompt=prompt) == blocks("/v1/completions", prompt=first) != ()
 
 
 def test_the_opening_does_not_appear_in_the_repr_of_a_call() -> None:

@@ -61,11 +61,30 @@ def test_a_journal_from_before_several_models_is_read_and_replayed(tmp_path: Pat
     assert journal.replay(header, steps) == steps
 
 
-@pytest.mark.parametrize("version", [3, 13])
+BEFORE_BLOCKS = """\
+{"scheduling":{"bins":1,"batch_size":1,"release":"greedy","order":"fffs"},"version":12}
+{"now_s":0.0,"event":{"type":"EngineReady","engine":{"name":"a","slots":8,"barrier":false}},"actions":[]}
+{"now_s":0.0,"event":{"type":"EngineReady","engine":{"name":"b","slots":8,"barrier":false}},"actions":[]}
+{"now_s":1.0,"event":{"type":"RequestArrived","request":{"id":1,"prefixes":[11,12]}},"actions":[{"type":"StartBatch",\
+"engine":"a","batch":{"id":1,"bin":0,"requests":[{"id":1,"prefixes":[11,12]}],"formed_at_s":1.0,"size":1}}]}
+{"now_s":2.0,"event":{"type":"RequestArrived","request":{"id":2,"prefixes":[11,13]}},"actions":[{"type":"StartBatch",\
+"engine":"a","batch":{"id":2,"bin":0,"requests":[{"id":2,"prefixes":[11,13]}],"formed_at_s":2.0,"size":1}}]}
+"""
+
+
+def test_a_journal_from_before_blocks_is_replayed_with_the_beginnings_that_its_prompts_had(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text(BEFORE_BLOCKS)
+    header, steps = journal.read(tmp_path / "j")
+    assert journal.replay(header, steps) == steps
+    arrived = [step.event.request for step in steps if isinstance(step.event, RequestArrived)]
+    assert [(request.blocks, request.block_tokens) for request in arrived] == [((11, 12), 64.0), ((11, 13), 64.0)]
+
+
+@pytest.mark.parametrize("version", [3, 14])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
     """Unknown fields would be dropped silently, and the replay would be of another run."""
     (tmp_path / "j").write_text(BEFORE_MODELS.replace('"version":4', f'"version":{version}'))
-    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 12"):
+    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 13"):
         journal.read(tmp_path / "j")
 
 
@@ -136,7 +155,7 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
 
 def test_a_journal_of_a_server_with_several_groups_is_refused_by_its_version(tmp_path: Path) -> None:
     first, *steps = written(tmp_path / "j").read_text().splitlines(keepends=True)
-    grouped = first.replace('"version":12', '"version":10,"groups":[{"name":"left","workers":["e"],"models":["m"]}]')
+    grouped = first.replace('"version":13', '"version":10,"groups":[{"name":"left","workers":["e"],"models":["m"]}]')
     (tmp_path / "j").write_text("".join([grouped, *steps]))
     with pytest.raises(JournalError, match="version 10 of the format, is of a server with several groups"):
         journal.read(tmp_path / "j")
@@ -209,7 +228,7 @@ def test_a_file_that_cannot_be_opened_is_an_error() -> None:
 async def test_a_default_weight_stays_out_of_a_journal_whoever_has_told_it() -> None:
     terms = forwarded_terms('{"weight":1.0,"after_tokens":0.0}')
     in_flight = InFlightCall(Call(Wire("/v1/chat/completions", b""), Prompt("hello"), terms=terms), 1, Reader())
-    request = request_of(in_flight, (5.0, ()), 2.0, "", b"", by_prefix=False)
+    request = request_of(in_flight, (5.0, ()), 2.0, "", b"")
     assert msgspec.json.decode(msgspec.json.encode(request)).keys() == {
         "id",
         "predicted_tokens",

@@ -247,17 +247,15 @@ async def test_the_scheduler_gets_each_engines_models_worker_and_speeds_again_af
     assert last.speeds == {model: profile_of[name].step_times(last.slots) for model, name in names.items()}
 
 
-async def test_prefixes_count_where_several_engines_serve_the_model(start_front: StartFront) -> None:
-    async with (
-        FakeEngine(step_s=0, model="small") as first,
-        FakeEngine(step_s=0, model="small") as second,
-        FakeEngine(step_s=0, model="large") as alone,
-    ):
-        front = await start_front(first, second, alone)
-        messages = [{"role": "user", "content": "x" * 300}]
-        assert (await ask(front, "small", messages=messages))[0] == 200
-        assert (await ask(front, "large", messages=messages))[0] == 200
-    assert [(request.model, len(request.prefixes)) for request in arrived(front)] == [("small", 1), ("large", 0)]
+async def test_a_long_prompt_has_blocks_and_a_short_one_none(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, model="small") as engine:
+        front = await start_front(engine)
+        for characters in (1_200, 300):
+            messages = [{"role": "user", "content": "x" * characters}]
+            assert (await ask(front, "small", messages=messages))[0] == 200
+    long, short = arrived(front)
+    assert (len(long.blocks), len(short.blocks)) == (2, 0)
+    assert long.block_tokens == pytest.approx(long.prompt_tokens * 512 / 1_205, rel=0.01)
 
 
 async def test_engines_of_one_worker_run_one_batch_at_a_time_in_all(start_front: StartFront) -> None:

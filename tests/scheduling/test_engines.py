@@ -153,30 +153,34 @@ def test_every_engine_is_tried_for_memory() -> None:
     assert placed(arrive(scheduler, Request(0, 150.0), Request(1, 150.0))) == [(0, "a"), (1, "b")]
 
 
-# ---- prefixes ----
+# ---- prompts that an engine has ----
 
 
-def test_among_free_slots_the_engine_that_served_the_prefix_is_preferred() -> None:
+def asks(number: int, *blocks: int) -> Request:
+    return Request(number, prompt_tokens=100.0 * len(blocks), blocks=blocks, block_tokens=100.0)
+
+
+def test_among_free_slots_the_engine_that_has_most_of_the_prompt_is_preferred() -> None:
     scheduler = new_scheduler(engine("a", 8), engine("b", 8), batch_size=1, order="fffs", release="greedy")
-    assert placed(arrive(scheduler, Request(0, prefixes=(1,)))) == [(0, "a")]
-    assert placed(arrive(scheduler, Request(1, prefixes=(2,)))) == [(1, "b")]
-    assert placed(arrive(scheduler, Request(2, prefixes=(2, 3)))) == [(2, "b")]
-    assert placed(arrive(scheduler, Request(3, prefixes=(1, 4)))) == [(3, "a")]
-    assert placed(arrive(scheduler, Request(4, prefixes=(2, 3)))) == [(4, "b")]
+    assert placed(arrive(scheduler, asks(0, 1))) == [(0, "a")]
+    assert placed(arrive(scheduler, asks(1, 2))) == [(1, "b")]
+    assert placed(arrive(scheduler, asks(2, 2, 3))) == [(2, "b")]
+    assert placed(arrive(scheduler, asks(3, 1, 4))) == [(3, "a")]
+    assert placed(arrive(scheduler, asks(4, 2, 3))) == [(4, "b")]
 
 
 def test_a_common_prefix_does_not_fill_one_engine_beside_an_idle_one() -> None:
     scheduler = new_scheduler(engine("a", 8), engine("b", 8), batch_size=1, order="fffs", release="greedy")
-    names = [name for _, name in placed(arrive(scheduler, *(Request(number, prefixes=(1,)) for number in range(16))))]
+    names = [name for _, name in placed(arrive(scheduler, *(asks(number, 1) for number in range(16))))]
     for count in range(1, 17):
         assert abs(2 * names[:count].count("a") - count) <= 3
-    assert placed(arrive(scheduler, Request(99, prefixes=(1,)))) == []
+    assert placed(arrive(scheduler, asks(99, 1))) == []
 
 
 def test_affinity_never_makes_a_request_wait_for_its_engine() -> None:
     scheduler = new_scheduler(engine("a", 1), engine("b", 1), batch_size=1, order="fffs", release="greedy")
-    arrive(scheduler, Request(0, prefixes=(1,)))
-    assert placed(arrive(scheduler, Request(1, prefixes=(1,)))) == [(1, "b")]
+    arrive(scheduler, asks(0, 1))
+    assert placed(arrive(scheduler, asks(1, 1))) == [(1, "b")]
 
 
 # ---- closing ----
@@ -317,7 +321,13 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
         choice = rng.random()
         if choice < 0.5 or not alive:
             next_id += 1
-            request = Request(next_id, rng.uniform(1, 400), prompt_tokens=rng.uniform(0, 99), prefixes=(next_id % 7,))
+            request = Request(
+                next_id,
+                rng.uniform(1, 400),
+                prompt_tokens=rng.uniform(0, 99),
+                blocks=(1 + next_id % 7,),
+                block_tokens=20.0,
+            )
             actions = scheduler.handle(RequestArrived(request), now_s)
             if not any(isinstance(action, FailRequest) for action in actions):
                 alive[next_id] = None

@@ -23,6 +23,7 @@ from llmserve.scheduling.messages import (
     Action,
     AnswerBegan,
     BatchEnded,
+    CacheChanged,
     DispatchSolved,
     DrainRequested,
     EngineClosed,
@@ -217,6 +218,7 @@ class Account:
             DispatchSolved: self._solved,
             Tuned: self._tuned,
             ServedElsewhere: lambda event, actions: None,
+            CacheChanged: lambda event, actions: None,
             TimerFired: lambda event, actions: None,
         }
 

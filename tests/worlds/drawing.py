@@ -18,11 +18,12 @@ from worlds.faults import Closed, Fault, Lost, Pace, Ready, RequestFault
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
-from llmserve.request import EngineInfo, Request
+from llmserve.request import NO_BLOCKS, EngineInfo, Request
 from llmserve.scheduling.choice.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.messages import (
     REVISIONS_MAX,
+    CacheChanged,
     ForecastsRevised,
     RevisedForecast,
     ServedElsewhere,
@@ -58,6 +59,7 @@ REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requ
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
 SHARED_EVERY = 3  # in one world in this many, requests are of several shares
+CACHED_EVERY = 11  # in one world in this many, engines tell what they have in their caches
 ELSEWHERE_EVERY = 15  # in one world in this many, other schedulers have served its shares, too
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
 DECLINED_EVERY = 4  # in one world in this many, if requests fail, engines also decline some that others may run
@@ -125,6 +127,7 @@ class World:
     revised         later forecasts and their times; some are of requests that run, have ended or will arrive
     tuned           changes of the order, and their times
     elsewhere       what other schedulers have served its shares, and the times when that is known
+    cached          what engines tell of their caches, and when
     timers_late_s   delay of timers; aborts_late_s and plans_late_s are mean delays
     """
 
@@ -144,6 +147,7 @@ class World:
     revised: tuple[tuple[float, ForecastsRevised], ...]
     tuned: tuple[tuple[float, Tuned], ...]
     elsewhere: tuple[tuple[float, ServedElsewhere], ...]
+    cached: tuple[tuple[float, CacheChanged], ...]
     drain_at_s: float | None
     timers_late_s: float
     aborts_late_s: float
@@ -229,6 +233,9 @@ def draw(seed: int) -> World:
         elsewhere=_elsewhere(random.Random(f"{seed} elsewhere"), arrivals, horizon_s, tick_s)
         if seed % ELSEWHERE_EVERY == ELSEWHERE_EVERY - 5
         else (),
+        cached=_cached(random.Random(f"{seed} cached"), infos, horizon_s, tick_s)
+        if seed % CACHED_EVERY == CACHED_EVERY - 7
+        else (),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
         aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
@@ -293,9 +300,10 @@ def _arrivals(
             median,
             None if slo_s is None else on_clock(at_s + slo_s, tick_s),
             _quantiles(median) if median is not None and rng.random() < with_quantiles else (),
-            prompt_tokens=rng.choice([0.0, 10.0, 300.0]) if prompts else 0.0,
+            prompt_tokens=(prompt_tokens := rng.choice([0.0, 10.0, 300.0]) if prompts else 0.0),
             choices=rng.choice([1, 1, 3]) if prompts else 1,
-            prefixes=(number % 2, 10 + number % 5) if prefixes else (),
+            blocks=(1 + number % 2, 10 + number % 10) if prefixes else (),
+            block_tokens=prompt_tokens / 3.0 if prefixes else NO_BLOCKS,
             model=rng.choice(models),
         )
         arrivals.append(Arrival(at_s, request, length, rng.random() < first))
@@ -428,6 +436,19 @@ def _elsewhere(
         tokens = {share: rng.choice([0.0, 10.0, 1e4]) * rng.random() for share in shares if rng.random() < 0.5}
         served.append((on_clock(rng.random() * horizon_s, tick_s), ServedElsewhere(rng.choice(models), tokens)))
     return tuple(served)
+
+
+def _cached(
+    rng: random.Random, infos: Sequence[EngineInfo], horizon_s: float, tick_s: float
+) -> tuple[tuple[float, CacheChanged], ...]:
+    """Blocks of prompts that arrive, and others; also of an engine that is not there."""
+    told = []
+    for _ in range(rng.choice([1, 10, 30])):
+        stored, removed = ([block for block in range(1, 20) if rng.random() < share] for share in (0.3, 0.1))
+        engine = rng.choice([*[info.name for info in infos], "nowhere"])
+        changed = CacheChanged(engine, tuple(stored), tuple(removed), rng.random() < 0.1)
+        told.append((on_clock(rng.random() * horizon_s, tick_s), changed))
+    return tuple(told)
 
 
 def _share_out(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:

@@ -112,7 +112,7 @@ def run(world: World, steps: list[Step]) -> Account:
         cluster.notify(DrainRequested(), world.drain_at_s)
     for at_s, revised in world.revised:
         cluster.notify(revised, at_s)
-    for at_s, changed in (*world.tuned, *world.elsewhere):
+    for at_s, changed in (*world.tuned, *world.elsewhere, *world.cached):
         cluster.notify(changed, at_s)
     cluster.run(_others(world.arrivals), flush=False)
     leftover = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]

@@ -11,6 +11,7 @@ from llmserve.scheduling.messages import (
     Action,
     AnswerBegan,
     BatchEnded,
+    CacheChanged,
     DispatchSolved,
     DrainRequested,
     EngineClosed,
@@ -79,6 +80,9 @@ def _event(event: Event) -> str:
             return (
                 f"elsewhere, {model or 'the model'} has served {_list(f'{share} {n:g}' for share, n in tokens.items())}"
             )
+        case CacheChanged(engine, stored, removed, cleared):
+            dropped = "all" if cleared else _list(removed)
+            return f"the cache of {engine} has stored {_list(stored)} and dropped {dropped}"
         case DrainRequested():
             return "the drain begins"
         case TimerFired():

@@ -241,7 +241,8 @@ class World(RuleBasedStateMachine):
             quantiles,
             prompt_tokens=float(len(self.arrived) % 3 * 20),
             choices=1 + len(self.arrived) % 2,
-            prefixes=(len(self.arrived) % 2, len(self.arrived) % 5),
+            blocks=(1 + len(self.arrived) % 2, 10 + len(self.arrived) % 10),
+            block_tokens=float(len(self.arrived) % 3 * 5),
             model=model,
         )
         self.arrived[request.id] = request

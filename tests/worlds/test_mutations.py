@@ -330,7 +330,7 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
 def decisions_depend_on_other_schedulers(patch: Patch) -> None:
     count = itertools.count()
 
-    def whim(self: EnginePool, engines: list[EngineState], prefixes: tuple[int, ...]) -> EngineState:
+    def whim(self: EnginePool, engines: list[EngineState], request: Request) -> EngineState:
         return engines[next(count) % len(engines)]
 
     patch.setattr(EnginePool, "preferred", whim)

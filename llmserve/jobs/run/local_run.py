@@ -124,7 +124,8 @@ class LocalRun:
         lines = arranged(shapes, barrier=barrier, slots=slots)
         self._items.add(JOB, float("inf"), lines, models=models)
         admission = Admission(
-            body=[reading(UNLIMITED), refuse_streams], last=[named(cluster), served(cluster), routed(cluster.routes)]
+            body=[reading(UNLIMITED, cluster.calls.secret), refuse_streams],
+            last=[named(cluster), served(cluster), routed(cluster.routes)],
         )
         try:
             with open(self._path, "rb") as source:  # noqa: ASYNC230 (a few lines at a time, of a local file)

@@ -95,7 +95,7 @@ class Choice:
             return fitting[0] if fitting else None
         if self._pool.sharing:
             fitting = [engine for engine in fitting if engine.has_loaded(queues.model)] or fitting
-        return self._pool.preferred(fitting, queued.request.prefixes)
+        return self._pool.preferred(fitting, queued.request)
 
     def _gets_token(self, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether an oversize request may start on an engine whose memory holds the request."""

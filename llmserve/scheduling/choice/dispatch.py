@@ -107,7 +107,7 @@ class Dispatch:
         turn = batch.key if engine.info.by_priority and not self.order.by_times else None
         started, requests = queues.start(batch, size, turn)
         engine.start(batch, requests, now_s)
-        group.pool.served(requests, engine)
+        group.pool.sent(requests, engine)
         group.pool.refresh(engine, now_s)
         if engine.loaded is not None:
             look_at(engine, group.tally)

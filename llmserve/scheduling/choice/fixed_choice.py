@@ -170,13 +170,13 @@ class FixedChoice(Choice):
 
     def _shares_in_order(self, fair: FairShares, members: Sequence[ModelQueues]) -> Iterator[Share]:
         """The shares that compete, the least served first. The share served last comes before these if its next prompt
-        has the same prefix.
+        begins as the last did.
         """
         last = fair.last
-        if last is not None and last.waiting and last.prefixes:
+        if last is not None and last.waiting and last.beginning:
             batches = [queues.formed.first(self._skipped, last) for queues in members]
             firsts = [batch.first.request for batch in batches if batch is not None]
-            if any(last.goes_on(request.prompt_tokens, request.prefixes) for request in firsts):
+            if any(last.goes_on(request.prompt_tokens, request.blocks) for request in firsts):
                 yield last
         yield from fair
 

@@ -102,7 +102,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def charge(self) -> None:
         """Start: charge the share, of which one request fewer waits, with the forecast cost."""
         self.charged = self.cost
-        self.share.start(self.charged, self.request.prefixes)
+        self.share.start(self.charged, self.request.blocks)
 
     def true_up(self, answer_tokens: float) -> None:
         """End: charge the share with the real cost instead. answer_tokens : of all choices"""

@@ -203,7 +203,7 @@ def _again(past: PastRequest, number: int, at_s: float) -> Request:
     """A recorded request that arrives at another time, with its deadline as long after its arrival as it was."""
     deadline_s = past.request.deadline_s
     moved_s = None if deadline_s is None else deadline_s + (at_s - past.arrived_s)
-    return msgspec.structs.replace(past.request, id=number, prefixes=(), deadline_s=moved_s)
+    return msgspec.structs.replace(past.request, id=number, blocks=(), deadline_s=moved_s)
 
 
 class _Lengths:

@@ -86,7 +86,8 @@ class Clients:
             next(self._ids),
             ask.predicted,
             prompt_tokens=ask.prompt_tokens,
-            prefixes=(ask.prefix,) if ask.prefix else (),
+            blocks=(ask.prefix,) if ask.prefix else (),
+            block_tokens=ask.prompt_tokens,
             share=ask.share,
             weight=ask.weight,
         )

@@ -167,8 +167,8 @@ def step_times(case: Case, steps: int, seed: int) -> dict[str, float]:
 def predicted(request_id: int, tokens: float) -> Request:
     """A request with a predictor's quantiles, of one of 1,000 conversations."""
     quantiles = tuple(tokens * factor for factor in SPREAD)
-    prefixes = (request_id % 10, 100 + request_id % 100, 1_000 + request_id % 1_000)
-    return Request(request_id, tokens, quantiles=quantiles, prompt_tokens=200.0, prefixes=prefixes)
+    blocks = (1 + request_id % 10, 100 + request_id % 100, 1_000 + request_id % 1_000)
+    return Request(request_id, tokens, quantiles=quantiles, prompt_tokens=200.0, blocks=blocks, block_tokens=60.0)
 
 
 def measure_steps(engines: int, steps: int, rounds: int) -> list[Row]:

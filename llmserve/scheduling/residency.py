@@ -1,0 +1,129 @@
+"""Which prompts each engine has in its prefix cache, as far as the scheduler can know.
+
+A prompt comes as the hashes of its blocks (`Request.blocks`), each of which depends on all blocks before it. So an
+engine that has a block has all earlier ones, and a search by halves finds how much of a prompt the engine has.
+
+An engine has what was sent to it, until its cache is full and drops what was used longest ago, the end of a prompt
+before its beginning, as vLLM and SGLang do. Where an engine tells what it stores and drops, that counts instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from llmserve.request import Request
+
+BLOCKS_MAX = 131_072  # blocks of all engines together: some 17 million tokens, in less than 32 MiB
+BLOCKS_MIN = 1_024  # blocks that each of very many engines may have all the same
+
+
+class Cache:
+    """The blocks in one engine's cache, those used longest ago first.
+
+    tokens      of all blocks
+    tokens_max  what the cache can hold; inf: unknown
+    """
+
+    __slots__ = ("blocks", "tokens", "tokens_max")
+
+    def __init__(self) -> None:
+        self.blocks: OrderedDict[int, int] = OrderedDict()  # tokens by hash; whole, so that sums return to zero
+        self.tokens = 0
+        self.tokens_max = math.inf
+
+    def use(self, blocks: Sequence[int], tokens: int) -> None:
+        """Have these blocks of one prompt, of so many tokens each, as those used last: the first block the latest."""
+        cached = self.blocks
+        for block in reversed(blocks):
+            if block in cached:
+                cached.move_to_end(block)
+            else:
+                cached[block] = tokens
+                self.tokens += tokens
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.tokens -= self.blocks.pop(block, 0)
+
+    def fit(self, blocks_max: int) -> None:
+        """Drop what was used longest ago, until the rest fits."""
+        cached = self.blocks
+        while cached and (self.tokens > self.tokens_max or len(cached) > blocks_max):
+            self.tokens -= cached.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.tokens = 0
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        """How many of a prompt's blocks are here, from its first on."""
+        cached = self.blocks
+        if not blocks or blocks[0] not in cached:
+            return 0
+        here, gone = 1, len(blocks) + 1
+        while gone - here > 1:
+            middle = (here + gone) // 2
+            if blocks[middle - 1] in cached:
+                here = middle
+            else:
+                gone = middle
+        return here
+
+
+class Residency:
+    """The caches of all engines, by name. blocks_max : of all together"""
+
+    def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
+        self._caches: dict[str, Cache] = {}
+        self._blocks_max = blocks_max
+
+    def __len__(self) -> int:
+        """The number of blocks in all caches."""
+        return sum([len(cache.blocks) for cache in self._caches.values()])
+
+    def limit(self, engine: str, tokens_max: int | None) -> None:
+        """Note how much an engine's cache holds. tokens_max : None: unknown"""
+        if tokens_max is not None or engine in self._caches:
+            self._cache(engine).tokens_max = math.inf if tokens_max is None else tokens_max
+
+    def sent(self, engine: str, request: Request) -> None:
+        """The prompt is in the engine's cache from now on: the request starts there."""
+        if request.blocks:
+            self._have(engine, request.blocks, _whole(request.block_tokens))
+
+    def hit_tokens(self, engine: str, request: Request) -> float:
+        """Tokens of the prompt that the engine has in its cache."""
+        cache = self._caches.get(engine)
+        return cache.leading(request.blocks) * request.block_tokens if cache is not None else 0.0
+
+    def changed(self, engine: str, stored: Sequence[int], removed: Iterable[int], *, cleared: bool) -> None:
+        """Note what an engine tells of its cache. cleared : all at first.  stored : of prompts, beginnings first"""
+        cache = self._cache(engine)
+        if cleared:
+            cache.clear()
+        cache.drop(removed)
+        if stored:
+            mean = cache.tokens / len(cache.blocks) if cache.blocks else 0.0
+            self._have(engine, stored, _whole(mean))
+
+    def forget(self, engine: str) -> None:
+        """Note that an engine has lost its cache."""
+        if (cache := self._caches.get(engine)) is not None:
+            cache.clear()
+
+    def _have(self, engine: str, blocks: Sequence[int], tokens: int) -> None:
+        cache = self._cache(engine)
+        cache.use(blocks, tokens)
+        cache.fit(max(BLOCKS_MIN, self._blocks_max // len(self._caches)))
+
+    def _cache(self, engine: str) -> Cache:
+        cache = self._caches.get(engine)
+        if cache is None:
+            cache = self._caches[engine] = Cache()
+        return cache
+
+
+def _whole(block_tokens: float) -> int:
+    return max(1, round(block_tokens))
