@@ -115,7 +115,7 @@ def load_of(queues: ModelQueues, now_s: float) -> Load:
     waiting = []
     for queued in queues.all_waiting():
         request = queued.request
-        answer_s = queued.expected_tokens * queues.service.seconds_per_token
+        answer_s, prompt_s = queues.work(queued.expected_tokens, request.prompt_tokens, queued.cached_tokens)
         left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - now_s)
-        waiting.append((left_s, request.sequences * answer_s / slots))
+        waiting.append((left_s, (request.sequences * answer_s + prompt_s) / slots))
     return Load(busy, tuple(waiting))

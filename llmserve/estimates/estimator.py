@@ -103,7 +103,9 @@ class Estimator:
             return 0.0
         if queued.wait_s is not None or queued.no_engine:
             return queued.wait_s
-        return queued.position * self._answer_s(call, None) / max(1, self._engines.slots_of(call.call.model))
+        queues = self._scheduler.models.get(call.call.model)
+        mean_s = queues.service.tokens_mean * queues.service.seconds_per_token if queues is not None else 0.0
+        return queued.position * mean_s / max(1, self._engines.slots_of(call.call.model))
 
     def next_start_s(self, request: Request) -> float | None:
         """Predicted seconds until one more request like this, of its share and model, would start; None: unknown."""
@@ -150,7 +152,7 @@ class Estimator:
             (left_s,) = self.remaining_s([call])
             return left_s
         start_s = self.start_s(call)
-        return None if start_s is None else start_s + self._answer_s(call, call.request.expected_tokens)
+        return None if start_s is None else start_s + self._work_s(call)
 
     def tokens_per_s(self, line: Request) -> float:
         """Tokens a second that the share of a batch job's line would get if each share that waits now went on waiting;
@@ -165,12 +167,14 @@ class Estimator:
 
     # ---- how ----
 
-    def _answer_s(self, call: InFlightCall, tokens: float | None) -> float:
-        """Seconds of an answer. tokens : None: as many as the mean"""
-        queues = self._scheduler.models.get(call.call.model)
+    def _work_s(self, call: InFlightCall) -> float:
+        """Seconds that a call which waits will take."""
+        queues, request = self._scheduler.models.get(call.call.model), call.request
         if queues is None:
             return 0.0
-        return (tokens or queues.service.tokens_mean) * queues.service.seconds_per_token
+        queued = self._scheduler.requests.get(request.id)
+        cached = queued.cached_tokens if queued is not None else 0.0
+        return queues.work(request.expected_tokens or queues.service.tokens_mean, request.prompt_tokens, cached).seconds
 
     def _snapshot(self, queues: ModelQueues) -> Snapshot:
         now_s, key = self._now_s(), queues.model

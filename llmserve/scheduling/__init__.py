@@ -12,6 +12,7 @@ load         : waits, and what forecasts mean, for orders that follow the load
 loaded_models : the models in an engine's memory, and how long loads take
 memory       : which request may block an engine for its memory
 messages     : all events and actions
+moments      : means and products of what answers show, for regressions
 planner      : when a new dispatch plan is wanted, and for which load
 rates        : arrivals, completions and service times, with a bounded memory
 release      : when a bin releases a batch, and of which size
@@ -22,6 +23,7 @@ rests        : engines that have refused requests, and rest
 scheduler    : the entrance and the handlers of events
 sharing      : of which models an engine takes requests that holds few of them at once
 trust        : whether predictions rank answers
+work         : the seconds of a slot that a request takes
 
 choice/     : which batch starts next, and on which engine
 queues/     : where requests and batches wait

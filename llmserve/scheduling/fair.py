@@ -4,7 +4,7 @@ A share pays for requests: an API key, a stream, an address. Each share has a vi
 Fairness in Serving Large Language Models, OSDI 2024, Section 4): the weighted tokens of its requests over the share's
 weight. Of the waiting shares, the share with the smallest counter is served next.
 
-    cost        PROMPT_WEIGHT * tokens of the prompt + ANSWER_WEIGHT * tokens of the answers
+    cost        PROMPT_WEIGHT * tokens of the prompt that the engine computes + ANSWER_WEIGHT * tokens of the answers
     at a start  the request's forecast is charged, so that many starts at once count with their likely cost
     at the end  the charge is trued up by the real length; a request that runs again is charged again
     from idle   a share begins to wait with the smallest counter of the waiting shares at least, or while no share waits
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Costly)
 
 
 def cost(prompt_tokens: float, answer_tokens: float) -> float:
-    """Weighted tokens. answer_tokens : of all choices"""
+    """Weighted tokens. prompt_tokens : without those in the engine's cache.  answer_tokens : of all choices"""
     return PROMPT_WEIGHT * prompt_tokens + ANSWER_WEIGHT * answer_tokens
 
 

@@ -251,6 +251,8 @@ class Scheduler:
     def _finish(self, event: RequestEnded, engine: EngineState, run: Run) -> None:
         """Forget a request that runs no more, and learn from its answer."""
         completed = event.outcome == "completed"
+        if event.cached_tokens is not None:
+            run.queued.cached_tokens = event.cached_tokens
         ran_s = math.inf if completed else self._now_s - run.started_at_s
         self._book.queues_of(run.queued).true_up(run.queued, event.output_tokens, ran_s)
         self._book.end((run,))

@@ -15,7 +15,7 @@ from test_scheduler import arrive, new_scheduler, step
 from llmserve.commands.simulate import Scenario, Summary, simulate
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.choice.orders import FixedOrder, boosted, mean_turn
-from llmserve.scheduling.load import FIT_EVERY, Calibration, Load, PromptTime, WaitTail
+from llmserve.scheduling.load import Calibration, Load, WaitTail
 from llmserve.scheduling.messages import EngineReady, RequestEnded
 from llmserve.scheduling.queues import model_queues
 from llmserve.scheduling.queues.waiting import QueuedRequest
@@ -359,52 +359,3 @@ def test_forecasts_that_are_too_extreme_leave_the_tail_as_it_is(predictions: str
     first, boost = [simulated(order, **fields) for order in ("fffs", "boost")]
     assert boost.latency_s_mean < 0.97 * first.latency_s_mean
     assert boost.latency_s_p99 < 1.1 * first.latency_s_p99
-
-
-# ---- prompts ----
-
-
-@pytest.mark.parametrize(("per_token_s", "noise_s"), [(0.0, 1.0), (0.0005, 0.0), (0.0005, 0.5), (0.01, 5.0)])
-def test_the_time_of_prompts_is_learnt_and_chance_gives_them_none(per_token_s: float, noise_s: float) -> None:
-    rng, prompts = np.random.default_rng(5), PromptTime()
-    for _ in range(4_000):
-        tokens, prompt_tokens = rng.lognormal(5.0, 0.8), rng.lognormal(6.0, 1.0)
-        prompts.observe(
-            0.3 + 0.02 * tokens + per_token_s * prompt_tokens + rng.normal(0.0, noise_s), tokens, prompt_tokens
-        )
-    assert 0.7 * per_token_s <= prompts.per_token_s <= 1.02 * per_token_s
-
-
-def test_prompts_of_one_size_get_no_time() -> None:
-    """Nothing tells their time from an overhead, and a later prompt may be a thousand times as long."""
-    prompts = PromptTime()
-    for number in range(200):
-        prompts.observe(5.0 + number % 7, float(number % 7 + 1), 100.0)
-    assert prompts.per_token_s == 0.0
-
-
-def test_a_long_prompt_makes_a_long_request() -> None:
-    """After answers that took 1 s for 1,000 tokens of prompt, equal forecasts go by the length of their prompts."""
-    scheduler, rng, now_s = one_by_one("boost"), random.Random(6), 0.0
-    for number in range(200):
-        tokens, prompt_tokens = rng.uniform(50.0, 150.0), rng.uniform(0.0, 2_000.0)
-        arrive(scheduler, Request(number, tokens, prompt_tokens=prompt_tokens), now_s=now_s)
-        now_s += 0.01 * tokens + 0.001 * prompt_tokens
-        step(scheduler, RequestEnded("gpu0", number, "completed", tokens), now_s)
-    sizes = {number: 1_000.0 * ((7 * number) % 20) for number in range(201, 221)}
-    requests = [Request(number, 100.0, prompt_tokens=size) for number, size in sizes.items()]
-    arrive(scheduler, Request(200, 100.0), *requests, now_s=now_s)
-    assert run_dry(scheduler, 200, now_s)[1:] == sorted(sizes, key=lambda number: sizes[number])
-
-
-@pytest.mark.parametrize("prompt_tokens", [200.0, None])
-def test_equal_answers_tell_nothing_of_prompts_whatever_rounding_makes_of_their_spread(
-    prompt_tokens: float | None,
-) -> None:
-    rng = np.random.default_rng(1)
-    for tokens in (5.0, 20.0, 37.3, 100.0) * 3:
-        prompts = PromptTime()
-        for _ in range(10 * FIT_EVERY):
-            prompt = prompt_tokens or 1e4 * rng.random()
-            prompts.observe(0.01 * tokens + 1e-9 * rng.random(), tokens, prompt)
-        assert prompts.per_token_s == 0.0

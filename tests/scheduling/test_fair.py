@@ -142,6 +142,16 @@ def test_a_request_that_runs_again_is_charged_once() -> None:
     assert a.served == b.served
 
 
+def test_tokens_that_the_engine_had_in_its_cache_are_not_charged() -> None:
+    scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("e", 1, False)), 0.0)
+    scheduler.handle(RequestArrived(Request(0, 20.0, prompt_tokens=1_000.0, share="a")), 0.0)
+    share = scheduler.requests[0].share
+    assert share.served == cost(1_000.0, 20.0)
+    scheduler.handle(RequestEnded("e", 0, "completed", 30.0, cached_tokens=900.0), 1.0)
+    assert share.served == cost(100.0, 30.0)
+
+
 def test_an_answer_that_is_broken_off_is_charged_by_its_time() -> None:
     scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
     scheduler.handle(EngineReady(EngineInfo("e", 1, False)), 0.0)

@@ -134,7 +134,7 @@ class BatchLane:
         for place in range(together):
             if not self._promote(row[0][2]):
                 return now_s + ITEM_S_LEAST + per_token_s * tokens[place]  # the queue is full: ask again
-        alone_s = [ends_s - per_token_s * most_tokens(queues, item) for ends_s, _, item in row]
+        alone_s = [ends_s - _alone_s(queues, item) for ends_s, _, item in row]
         for item in [entry[2] for entry, at_s in zip(list(row), alone_s, strict=True) if at_s <= now_s]:
             self._promote(item)
         later_s = [at_s for at_s in (*alone_s, *starts_s[together : together + 1]) if at_s > now_s]
@@ -256,8 +256,12 @@ class ItemStops:
         item, queues = run.queued.request, self._book.queues_of(run.queued)
         if run.stopping or run.began or run.queued.cancelled:
             return False
-        alone_s = most_tokens(queues, item) * queues.service.seconds_per_token
-        return item.deadline_s is None or self._book.now_s + alone_s < item.deadline_s
+        return item.deadline_s is None or self._book.now_s + _alone_s(queues, item) < item.deadline_s
+
+
+def _alone_s(queues: ModelQueues, item: Request) -> float:
+    """Seconds that an item takes at most, as far as its forecast tells."""
+    return queues.work(most_tokens(queues, item), item.prompt_tokens).seconds
 
 
 def _latest_starts_together_s(queues: ModelQueues, row: Row, tokens: Sequence[float]) -> list[float]:

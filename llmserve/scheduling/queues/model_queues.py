@@ -18,6 +18,7 @@ from llmserve.scheduling.queues.oldest import Oldest
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
+from llmserve.scheduling.work import PromptTime, Work
 
 SORTED_AT_ONCE = 512  # formed batches of a queue that are sorted again in one go
 
@@ -60,7 +61,8 @@ class ModelQueues:
     formed      batches that wait for an engine
     load        for orders that follow the load; None for others
     plans       asks for plans, and follows them; None unless the release does
-    service     times of answers.  items : the same of batch items, which run in slots left by online requests
+    service     times of answers, with their prompts.  prompts : of the prompts alone
+    items       times of batch items, which run in slots left by online requests
     dirty       whether sort keys are of an earlier load: a dispatch calls follow_load before it looks for
                 the next request
     bins        a queue for each bin; queue : makes one, by its index
@@ -86,7 +88,7 @@ class ModelQueues:
     ) -> None:
         self.model, self.tally = model, tally or Tally()
         self.binning, self.release, self.plans = binning, release, plans
-        self.service, self.items = ServiceTime(), ItemService()
+        self.service, self.prompts, self.items = ServiceTime(), PromptTime(), ItemService()
         self.formed, self.load, self.dirty = FormedQueue(order.batch_key), Load() if order.follows_load else None, False
         self.bins = [queue(index) for index in range(binning.edges.bins)]
         self._unsorted: list[FormedBatch] | None = None  # formed batches with stale keys; None: all, and the bins, too
@@ -129,19 +131,18 @@ class ModelQueues:
 
     # ---- arrivals ----
 
-    def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
-        """Put a new request into its bin. Returns the queued request and the bin."""
+    def admit(self, request: Request, now_s: float, cached_tokens: float = 0.0) -> tuple[QueuedRequest, BinQueue]:
+        """Put a new request into its bin. Returns the queued request and the bin. cached_tokens : see QueuedRequest"""
         binning, plans = self.binning, self.plans
         score = binning.score(request)
         bin_index = binning.observe(score)
         if plans is not None:
             bin_index = plans.arrived(bin_index, now_s)
         queue = self.bins[bin_index if binning.trust.trusted else 0]
-        queued = self._queued(request, queue.index, score, now_s)
+        queued = self._queued(request, queue.index, score, now_s, cached_tokens)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
-            service, forecast = self.service, binning.forecast(request)
-            if load.arrive(queued, forecast, service, ahead, self.all_slots):
+            if load.arrive(queued, ahead, self.all_slots):
                 self.dirty, self._unsorted = True, None
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))
@@ -158,11 +159,35 @@ class ModelQueues:
         queued.share = share
         return queued
 
-    def _queued(self, request: Request, bin_index: int, score: float | None, now_s: float) -> QueuedRequest:
-        seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
-        expected = self.binning.forecast(request) or mean
-        total, service_s = request.total_tokens(expected), expected * seconds
-        return QueuedRequest(request, bin_index, now_s, score, expected, expected, service_s, mean * seconds, total)
+    def _queued(
+        self, request: Request, bin_index: int, score: float | None, now_s: float, cached_tokens: float = 0.0
+    ) -> QueuedRequest:
+        seconds, mean, forecast = (
+            self.service.seconds_per_token,
+            self.service.tokens_mean,
+            self.binning.forecast(request),
+        )
+        expected = forecast or mean
+        likely = self.load.likely_tokens(forecast, mean) if self.load is not None else expected
+        work = self.work(likely, request.prompt_tokens, cached_tokens)
+        return QueuedRequest(
+            request,
+            bin_index,
+            now_s,
+            score,
+            expected,
+            likely,
+            work.seconds,
+            mean * seconds,
+            request.total_tokens(expected),
+            prompt_s=work.prompt_s,
+            cached_tokens=cached_tokens,
+        )
+
+    def work(self, tokens: float, prompt_tokens: float, cached_tokens: float = 0.0) -> Work:
+        """The work of a request with an answer of `tokens` (scheduling/work.py)."""
+        service = self.service
+        return self.prompts.work(tokens, prompt_tokens, cached_tokens, service.seconds_per_token, service.tokens_mean)
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch of requests that were queued apart as waiting, until the batch starts."""
@@ -359,8 +384,9 @@ class ModelQueues:
     def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """Record an answer's length and time. True when the answer changed whether predictions are trusted."""
         self.service.observe(ran_s, output_tokens)
+        self.prompts.observe(ran_s, output_tokens, queued.request.prompt_tokens, queued.cached_tokens)
         if self.load is not None:
-            self.load.answered(queued, output_tokens, ran_s)
+            self.load.answered(queued, output_tokens)
         if self.plans is not None:
             self.plans.answered()
         self.bins[queued.bin].answered(queued, output_tokens)

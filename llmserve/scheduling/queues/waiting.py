@@ -25,12 +25,14 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     score            value that determines the bin, tokens; None without a prediction
     expected_tokens  per choice, by the present forecast; likely_tokens : the mean length of answers of such forecasts
+    cached_tokens    of the prompt: what the engine that has most of it in its cache need not compute; once the request
+                     runs, its engine; once it has ended, what the engine has told, if anything
     service_s        likely time on a slot, by the seconds a token at the arrival; service_mean_s : of the mean answer
     prompt_s         part of service_s that the prompt takes
     total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
     decay_s          decay of the tail of the model's wait, when the request was last sorted
     pace_s           seconds from one start of the model's requests to the next: service_mean_s over the slots
-    prompt_s, decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
+    decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
     bin              where the request waits or last waited; sort_length : its length in a window
     original         request and score at the arrival, by which predictions are judged; None: the present ones
@@ -51,6 +53,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     total_tokens: int = 0
     sort_length: float = 0.0
     prompt_s: float = 0.0
+    cached_tokens: float = 0.0
     decay_s: float = 0.0
     pace_s: float = 0.0
     original: tuple[Request, float | None] | None = None
@@ -78,8 +81,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
     @property
     def cost(self) -> float:
         """Forecast cost to the share, weighted tokens."""
-        request = self.request
-        return cost(request.prompt_tokens, request.choices * self.likely_tokens)
+        return cost(self.computed_tokens, self.request.choices * self.likely_tokens)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens of the prompt that an engine must compute."""
+        return max(0.0, self.request.prompt_tokens - self.cached_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
         """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
@@ -106,7 +113,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def true_up(self, answer_tokens: float) -> None:
         """End: charge the share with the real cost instead. answer_tokens : of all choices"""
-        self.share.charge(cost(self.request.prompt_tokens, answer_tokens) - self.charged)
+        self.share.charge(cost(self.computed_tokens, answer_tokens) - self.charged)
         self.charged = 0.0
 
     def refund(self) -> None:
@@ -127,6 +134,7 @@ class Run(msgspec.Struct, eq=False):
     steps_before     steps of the engine before the start (EngineState.record_run)
     began, stopping  whether the client has received the first byte, and whether the run was preempted
     loads            whether the engine had to load the model first.  load_s : seconds of the run for that
+    hit_tokens       of the prompt, which the engine was expected to have in its cache at the start
     """
 
     queued: QueuedRequest
@@ -140,6 +148,7 @@ class Run(msgspec.Struct, eq=False):
     stopping: bool = False
     loads: bool = False
     load_s: float = 0.0
+    hit_tokens: float = 0.0
 
 
 class BinQueue:

@@ -1,0 +1,40 @@
+"""Means and products of what answers show, for regressions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stay as they are and prompts are free
+SPREAD_LEAST = 1e-9  # relative spread of a quantity, or variance of a logarithm; below this, all count as equal
+
+
+class Moments:
+    """Means and centred products of quantities of answers, whose weights decay.
+
+    FIT_EVERY answers are added at once; single additions would cost most of the time spent on an answer.
+    memory : answers after which an observation's weight has fallen to a third.
+
+    count     weight of all added answers
+    means     of each quantity
+    products  (quantities, quantities) sums of the products of the differences from the means
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._weights = (1.0 - 1.0 / memory) ** np.arange(FIT_EVERY, -1.0, -1.0)  # of the sums, then of each answer
+        self._new: list[tuple[float, ...]] = []
+        self._sums = np.zeros(1)  # (1 + quantities, 1 + quantities) products; the first quantity is one
+        self.count = 0.0
+        self.means: list[float] = []
+        self.products: list[list[float]] = []
+
+    def observe(self, *quantities: float) -> bool:
+        """Count an answer. True when `count`, `means` and `products` have changed."""
+        self._new.append((1.0, *quantities))
+        if len(self._new) < FIT_EVERY:
+            return False
+        rows, self._new = np.array(self._new), []
+        sums = self._sums = self._weights[0] * self._sums + (self._weights[1:] * rows.T) @ rows
+        means = sums[0, 1:] / sums[0, 0]
+        self.count, self.means = float(sums[0, 0]), means.tolist()
+        self.products = (sums[1:, 1:] - sums[0, 0] * means[:, None] * means).tolist()
+        return True
