@@ -117,10 +117,17 @@ def of_lab(name: str, *words: str) -> Command:
     return lambda port: [sys.executable, str(LAB), name, *words, "--port", str(port)]
 
 
-def front_end(name: str, *flags: str, told: bool = True) -> AbstractAsyncContextManager[Server]:
-    """`llmserve serve` with these flags. told : False: the engines tell it nothing of themselves"""
+def front_end(
+    name: str, *flags: str, told: bool = True, checkout: str | None = None
+) -> AbstractAsyncContextManager[Server]:
+    """`llmserve serve` with these flags.
+
+    told : False: the engines tell it nothing of themselves.  checkout : the folder whose llmserve it is; None: this one
+    """
     command = module("llmserve", "serve", *flags) if told else of_lab("slots.untold", "serve", *flags)
-    return running(f"llmserve, {name}", command, ready="/ready")
+    # Without PYTHONSAFEPATH, the working directory would come before the checkout.
+    environment = {"PYTHONPATH": str(Path(checkout).resolve()), "PYTHONSAFEPATH": "1"} if checkout else None
+    return running(f"llmserve, {name}", command, ready="/ready", environment=environment)
 
 
 def embedded_engine(batch_size: int) -> AbstractAsyncContextManager[Server]:
