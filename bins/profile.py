@@ -37,6 +37,7 @@ ROUNDING = 1e-9  # relative: idle_w may exceed the least power by this much, for
 
 Steps = TypeVar("Steps", float, Floats)
 EnergySource = Literal["measured", "published", "modelled", "unknown"]
+TOKEN_COSTS = ("prefill_s_per_token", "prefill_s_per_context_token", "step_s_per_context_token")
 ENERGY_FIELDS = ("step_j", "idle_w", "prefill_j")
 
 
@@ -90,6 +91,9 @@ class Profile:
     prefill_s      seconds of a batch before its first token
     prefill_j      joules of a batch before its first token
     slots_max      largest number of sequences that can run together; None: unknown
+    prefill_s_per_token          further seconds of a prefill, for each token of the prompt
+    prefill_s_per_context_token  further seconds of such a token, for each token before it
+    step_s_per_context_token     further seconds of a step, for each token of the contexts of its sequences
     source         a sentence: the origin of these numbers
     energy_source  measured on this engine, published by others, modelled from an assumed power, or unknown
 
@@ -105,6 +109,9 @@ class Profile:
     prefill_s: float = 0.0
     prefill_j: float = 0.0
     slots_max: int | None = None
+    prefill_s_per_token: float = 0.0
+    prefill_s_per_context_token: float = 0.0
+    step_s_per_context_token: float = 0.0
     source: str
     energy_source: EnergySource
 
@@ -113,7 +120,7 @@ class Profile:
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a profile's {name} must be a text, not {text!r}")
-        for name in ("idle_w", "prefill_s", "prefill_j"):
+        for name in ("idle_w", "prefill_s", "prefill_j", *TOKEN_COSTS):
             check_number(getattr(self, name), f"a profile's {name}", least=0.0)
         if self.energy_source not in get_args(EnergySource):
             sources = ", ".join(get_args(EnergySource))
@@ -128,9 +135,19 @@ class Profile:
 
     @classmethod
     def timed(
-        cls, name: str, step_s: Curve, *, prefill_s: float = 0.0, slots_max: int | None = None, source: str
+        cls,
+        name: str,
+        step_s: Curve,
+        *,
+        prefill_s: float = 0.0,
+        slots_max: int | None = None,
+        source: str,
+        **costs: float,
     ) -> Profile:
-        """A profile with times only. Its energy is relative: 1 W while anything runs, 0 W otherwise."""
+        """A profile with times only. Its energy is relative: 1 W while anything runs, 0 W otherwise.
+
+        costs : TOKEN_COSTS, by name
+        """
         return cls(
             name,
             step_s,
@@ -141,6 +158,7 @@ class Profile:
             slots_max=slots_max,
             source=source,
             energy_source="unknown",
+            **costs,
         )
 
     @property
@@ -178,6 +196,7 @@ class Profile:
             step_j=self.step_j.times(pace),
             prefill_s=pace * self.prefill_s,
             prefill_j=pace * self.prefill_j,
+            **{name: pace * getattr(self, name) for name in TOKEN_COSTS},
         )
 
     def energy_j(self, lengths: Sequence[ArrayLike], sizes: ArrayLike) -> Floats:

@@ -34,6 +34,7 @@ from llmserve.simulation import figures, workload
 from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.collector import collector_paused
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
+from llmserve.simulation.kv_engine import KVEngine
 from llmserve.simulation.learning import SimulatedLearning
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import TRAINED
@@ -98,7 +99,8 @@ def run(
     recorder = Recorder(len(work)) if recorder is None else recorder
     scheduler, solver = header.scheduler(), _solver(scenario, scheduling, dispatch or DispatchConfig())
     # As in the live cluster, only a scheduler that preempts gets an event when an answer begins.
-    timed_engines = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
+    streaming = work.streaming if scheduler.preempts else ()
+    timed_engines = engines(scenario, scheduling, lengths.tolist(), streaming, work.trace.texts)
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
     learning = None if work.online is None else SimulatedLearning(work.online, scheduler.requests)
     cluster = SimulatedCluster(
@@ -122,12 +124,18 @@ def run(
     return summarise(
         recorder,
         lengths,
-        np.min([engine.costs.alone_s(lengths, work.trace.input_tokens) for engine in timed_engines], axis=0),
+        np.min([engine.alone_s(lengths, work.trace.input_tokens) for engine in timed_engines], axis=0),
         scheduling.full_batch,
         [engine.utilisation(elapsed_s) for engine in timed_engines],
         sum(joules) if len(joules) == len(timed_engines) else None,
         work.deadlines_s,
+        _cached_share([engine for engine in timed_engines if isinstance(engine, KVEngine)]),
     )
+
+
+def _cached_share(engines: Sequence[KVEngine]) -> float | None:
+    prompt_tokens = sum([engine.prompt_tokens for engine in engines])
+    return sum([engine.cached_tokens for engine in engines]) / prompt_tokens if prompt_tokens else None
 
 
 def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig) -> DispatchSolver | None:

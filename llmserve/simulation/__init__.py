@@ -5,6 +5,8 @@ collector    : the garbage collector during a simulation
 engine_model : the time and the energy that a simulated engine takes
 estimates    : means and 95 % confidence intervals over several runs
 figures      : figures of runs, as PNG files
+kv_engine    : a simulated engine with a KV cache and chunked prefill
+kv_pool      : the blocks of a KV cache, and which texts they hold
 learning     : what a simulated server learns from answers
 many         : many independent runs, in one process or in several
 observed     : the batches in a journal, for an engine's profile

@@ -50,12 +50,16 @@ TURN = attrgetter("turn")
 class Costs:
     """Time and power of an engine. Plain lists, indexed by the number n of running sequences: each event reads them.
 
-    step_s               seconds of a step of n sequences, from n = 0 (never read) to the largest n
+    step_s               seconds of a step of n sequences, from n = 0 (a step of prompts alone) to the largest n
     power_w              watts during such a step
     prefill_s            seconds before a job's first token; prefill_j joules of a static batch for its prefill
     prefill_s_per_token  further seconds for each token of the job's prompts, which are read one after another
     idle_w               watts while nothing runs
     metered              whether the joules are known
+
+    Only KVEngine knows contexts, and what they cost (bins/profile.py):
+    prefill_s_per_context_token  further seconds of a token of a prompt, for each token before it
+    step_s_per_context_token     further seconds of a step, for each token of its sequences' contexts
     """
 
     step_s: list[float]
@@ -65,6 +69,8 @@ class Costs:
     prefill_s_per_token: float = 0.0
     idle_w: float = 0.0
     metered: bool = True
+    prefill_s_per_context_token: float = 0.0
+    step_s_per_context_token: float = 0.0
 
     @classmethod
     def constant(
@@ -84,15 +90,27 @@ class Costs:
         """Raises ValueError when the profile has fewer sequences than sequences_max."""
         if profile.slots_max is not None and sequences_max > profile.slots_max:
             raise ValueError(f"the profile {profile.name} is of {profile.slots_max} sequences, not {sequences_max}")
-        times = profile.step_times(sequences_max)
+        times = profile.step_times(max(2, sequences_max))
+        one_s, two_s = times.step_s[:2]
         return cls(
-            step_s=[math.nan, *times.step_s],
+            step_s=[max(0.0, 2 * one_s - two_s), *times.step_s[:sequences_max]],
             power_w=[math.nan, *profile.power_w(np.arange(1, sequences_max + 1)).tolist()],
             prefill_s=times.prefill_s,
             prefill_j=profile.prefill_j,
+            prefill_s_per_token=profile.prefill_s_per_token,
             idle_w=profile.idle_w,
             metered=profile.energy_known,
+            prefill_s_per_context_token=profile.prefill_s_per_context_token,
+            step_s_per_context_token=profile.step_s_per_context_token,
         )
+
+    def prompt_s(self, before: int, tokens: int, first: bool) -> float:
+        """Seconds that a chunk of a prompt adds to a step. before : tokens of the prompt before it.  first : of its
+        prompt
+        """
+        positions = tokens * before + tokens * (tokens - 1) // 2
+        seconds = self.prefill_s_per_token * tokens + self.prefill_s_per_context_token * positions
+        return seconds + self.prefill_s if first else seconds
 
     @property
     def times(self) -> StepTimes:
@@ -383,6 +401,10 @@ class StepEngine:
         return at_s + max(0.0, first - step) * self._step_s[sequences] if sequences else None
 
     # ---- results ----
+
+    def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of requests that run alone on the engine. lengths, prompt_tokens : (...). Returns (...)."""
+        return self.costs.alone_s(lengths, prompt_tokens)
 
     def utilisation(self, elapsed_s: float) -> float:
         """Busy share of the engine's time; on a refill engine, of its slots' time."""

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
 from llmserve.runtime.extras import need_plot
-from llmserve.simulation.engine_model import StepEngine
 from llmserve.simulation.estimates import Estimate, Repeated
 from llmserve.simulation.report import BatchRecorder, Start
+from llmserve.simulation.scenario import SimulatedEngine
 from llmserve.simulation.workload import Trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Story:
     label: str
     recorder: BatchRecorder
     trace: Trace
-    engines: Sequence[StepEngine]
+    engines: Sequence[SimulatedEngine]
 
 
 def check(folder: Path) -> None:
@@ -234,7 +234,7 @@ def timeline_figure(stories: Sequence[Story]) -> Figure | None:
     return figure
 
 
-def _end_of_timeline(story: Story, shown: Sequence[StepEngine]) -> float:
+def _end_of_timeline(story: Story, shown: Sequence[SimulatedEngine]) -> float:
     """The end of the last batch in the timeline."""
     names = {engine.info.name for engine in shown}
     starts = [start for start in story.recorder.starts if start.engine in names]
@@ -246,7 +246,7 @@ def _end_of_timeline(story: Story, shown: Sequence[StepEngine]) -> float:
     return float(np.nanmax(np.append(ended_s, starts[:batches][-1].started_s)))
 
 
-def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: float) -> _Bars:
+def _bars(story: Story, shown: Sequence[SimulatedEngine], begin_s: float, end_s: float) -> _Bars:
     """The bars of all requests that run on these engines in this interval."""
     bases = np.cumsum([0, *(engine.info.slots + 1 for engine in shown)])
     engines = {engine.info.name: (engine, int(base)) for engine, base in zip(shown, bases, strict=False)}
@@ -266,7 +266,7 @@ def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: floa
     return _Bars(*np.array(rows, dtype=float).reshape(-1, 6).T)
 
 
-def _slots(story: Story, start: Start, engine: StepEngine, free_s: list[float]) -> list[tuple[int, int, float]]:
+def _slots(story: Story, start: Start, engine: SimulatedEngine, free_s: list[float]) -> list[tuple[int, int, float]]:
     """(slot, request id, end of the answer in s); a static batch has its longest answers first.
 
     free_s : when each slot is free; updated in place. The recorder knows engines, but no slots.
@@ -314,7 +314,7 @@ def _colours(ranks: Floats) -> Floats:
     return colours
 
 
-def _name_engines(axes: Axes, shown: Sequence[StepEngine]) -> None:
+def _name_engines(axes: Axes, shown: Sequence[SimulatedEngine]) -> None:
     bases = np.cumsum([0, *(engine.info.slots + 1 for engine in shown)])
     middles = [float(base) + engine.info.slots / 2 for base, engine in zip(bases, shown, strict=False)]
     axes.set_yticks(middles, [engine.info.name for engine in shown])

@@ -41,6 +41,7 @@ class Summary(msgspec.Struct, frozen=True):
     batch_size_mean       mean requests per formed batch
     batch_fill_mean       batch_size_mean over the batch size
     utilisation           mean over engines of the busy share of their time (refill: of their slots' time)
+    cached_share          prompt tokens that the KV caches had, over all prompt tokens; None without KV caches
     in_time_share         requests answered by their deadlines, over all requests; None without deadlines, like the
                           next two
     goodput_per_s         requests answered by their deadlines, per second
@@ -75,6 +76,7 @@ class Summary(msgspec.Struct, frozen=True):
     batch_fill_mean: float
     utilisation: float
     in_system_mean: float
+    cached_share: float | None = None
     in_time_share: float | None = None
     goodput_per_s: float | None = None
     preempted: float | None = None
@@ -167,10 +169,11 @@ def summarise(
     busy_share: list[float],
     energy_j: float | None = None,
     deadlines_s: Times | None = None,
+    cached_share: float | None = None,
 ) -> Summary:
     """The summary of a run. output_tokens : (count,) by request id.  services_s : (count,) seconds of each request
     alone.  busy_share : utilisation of each engine.  energy_j : of all engines, over the same elapsed time.
-    deadlines_s : (count,) by request id; None: no deadlines.
+    deadlines_s : (count,) by request id; None: no deadlines.  cached_share : None: engines have no KV caches
     """
     arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     done = ~np.isnan(ended)
@@ -191,6 +194,7 @@ def summarise(
         batch_fill_mean=size_mean / batch_size,
         utilisation=float(np.mean(busy_share)) if busy_share else 0.0,
         in_system_mean=_over(present_s(recorder), elapsed_s),
+        cached_share=cached_share,
         **(_in_time(recorder, deadlines_s, elapsed_s) if deadlines_s is not None else {}),
         **(_energy(energy_j, elapsed_s, completed, tokens) if energy_j is not None else {}),
     )
@@ -266,6 +270,7 @@ TOTALS = (  # rows: label, quantity, format
     ("batch fill", "batch_fill_mean", ".1%"),
     ("engine utilisation", "utilisation", ".1%"),
     ("requests present", "in_system_mean", ".2f"),
+    ("prompt tokens cached", "cached_share", ".1%"),
     ("in time", "in_time_share", ".1%"),
     ("in time/s", "goodput_per_s", ".4f"),
     ("preempted", "preempted", ",.0f"),

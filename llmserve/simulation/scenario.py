@@ -14,16 +14,19 @@ from numpy.typing import NDArray
 
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.errors import ConfigError
-from llmserve.request import EngineInfo
+from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation import workload
-from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
+from llmserve.simulation.engine_model import Costs, StepEngine
+from llmserve.simulation.kv_engine import SEQUENCES_MAX, STEP_TOKENS, KVEngine, KVLimits
+from llmserve.simulation.kv_pool import Text
 from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.predictions import ONLINE, PREDICTIONS_HELP, TRAINED, Predictions, predict
 from llmserve.simulation.trace_files import FORMS, OWN
 
 EDGES_SAMPLE = 4_000  # lengths for the first edges
 LOAD_SAMPLE = 40_000  # lengths for an engine's capacity
+SLOTS = 8  # of a refill engine without a KV cache
 STEP_FIELDS = ("step_s", "prefill_s", "prefill_s_per_token")
 EXCLUDED = {  # fields that cannot be set together with the field on the left
     "profile": STEP_FIELDS,
@@ -135,7 +138,21 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     barrier: Annotated[
         bool, Meta(description="engines run a batch to its end; otherwise free slots refill one by one")
     ] = False
-    slots: Annotated[int, Meta(ge=1, description="slots of a refill engine")] = 8
+    slots: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description=f"slots of a refill engine (default {SLOTS}, or with kv-tokens {SEQUENCES_MAX})"),
+    ] = None
+    kv_tokens: Annotated[
+        Annotated[int, Meta(ge=BLOCK_TOKENS)] | None,
+        Meta(
+            description="tokens in the KV cache of each engine. The engine then works as vLLM does: prompts take their "
+            "part of the steps in chunks, prefixes are cached, and requests wait, or are preempted, for want of memory"
+        ),
+    ] = None
+    step_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description=f"with kv-tokens: tokens in a step, of prompts and answers (default {STEP_TOKENS})"),
+    ] = None
     look_ahead: Annotated[int, Meta(ge=0, description="requests that a refill engine may hold beyond its slots")] = 0
     last_batch: Annotated[
         Literal["flush", "drop"], Meta(description="partial batches after the last arrival run, or are dropped")
@@ -164,6 +181,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         for excluded in DECIDED_ONLINE:
             if self.learns and excluded in changed:
                 raise ConfigError(f"{excluded} cannot be given with predictions {self.predictions!r}, which decide it")
+        if self.kv_tokens is not None and (self.barrier or self.load is not None):
+            raise ConfigError("kv_tokens: only without barrier, and without load: memory decides what an engine serves")
+        if self.kv_tokens is None and self.step_tokens is not None:
+            raise ConfigError("step_tokens: only with kv_tokens")
         if self.trace_speed is not None and self.trace is None:
             raise ConfigError("trace_speed: there is no trace to speed up")
         if self.predictions.startswith(TRAINED) and self.prompts is None:
@@ -171,7 +192,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     def sequences_max(self, scheduling: SchedulingConfig) -> int:
         """Sequences that run at once on an engine without its own number of slots."""
-        return scheduling.full_batch if self.barrier else self.slots
+        default = SLOTS if self.kv_tokens is None else SEQUENCES_MAX
+        return scheduling.full_batch if self.barrier else or_default(self.slots, default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,40 +418,47 @@ def _own_slots(text: str | None, slots: int, scenario: Scenario) -> int:
     return min(int(text), slots) if scenario.barrier else int(text)
 
 
+SimulatedEngine = StepEngine | KVEngine
+
+
 def engines(
-    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Collection[int] = ()
-) -> list[StepEngine]:
+    scenario: Scenario,
+    scheduling: SchedulingConfig,
+    lengths: Sequence[float],
+    streaming: Collection[int] = (),
+    texts: Sequence[Text] | None = None,
+) -> list[SimulatedEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
-    streaming : ids of requests whose clients stream.
+    streaming : ids of requests whose clients stream.  texts : prompts by request id; None: they share nothing
 
     Raises ConfigError on a profile that cannot be read, or that has fewer sequences than its engines have slots.
     """
     look_ahead = 0 if scenario.barrier else scenario.look_ahead
-    fleet: list[StepEngine] = []
+    fleet: list[SimulatedEngine] = []
     for kind in engine_kinds(scenario, scheduling):
+        costs = _costs(scenario, kind)
         for _ in range(kind.count):
-            info = EngineInfo(f"engine{len(fleet)}", kind.slots, scenario.barrier, look_ahead)
-            fleet.append(_engine(scenario, info, lengths, streaming, kind.profile))
-    if scheduling.uses_profiles:
-        for engine in fleet:
-            engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
+            info = EngineInfo(f"engine{len(fleet)}", kind.slots, scenario.barrier, look_ahead, scenario.kv_tokens)
+            if scheduling.uses_profiles:
+                info = msgspec.structs.replace(info, speeds={"": costs.times})
+            if scenario.kv_tokens is None:
+                fleet.append(StepEngine(info, lengths, costs, streaming))
+            else:
+                limits = KVLimits(scenario.kv_tokens, or_default(scenario.step_tokens, STEP_TOKENS), kind.slots)
+                fleet.append(KVEngine(info, lengths, costs, limits, texts=texts, streaming=streaming))
     return fleet
 
 
-def _engine(
-    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Collection[int], profile: Profile | None
-) -> StepEngine:
-    if profile is None:
-        return TimedEngine(
-            info,
-            lengths,
-            step_s=or_default(scenario.step_s, STEP_S),
-            prefill_s=or_default(scenario.prefill_s, 0.0),
+def _costs(scenario: Scenario, kind: SimulatedKind) -> Costs:
+    if kind.profile is None:
+        return Costs.constant(
+            or_default(scenario.step_s, STEP_S),
+            or_default(scenario.prefill_s, 0.0),
+            kind.slots,
             prefill_s_per_token=or_default(scenario.prefill_s_per_token, 0.0),
-            streaming=streaming,
         )
     try:
-        return ProfileEngine(info, lengths, profile, streaming)
+        return Costs.of(kind.profile, kind.slots)
     except ValueError as error:
         raise ConfigError(f"{'engine' if scenario.engine else 'profile'}: {error}") from error
 

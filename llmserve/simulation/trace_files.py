@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
 from llmserve.simulation.files import is_number, records
+from llmserve.simulation.kv_pool import Text
 from predictor.records import Malformed
 
 UNIX_SECONDS_MAX = 1e11  # the year 5138: larger numbers of seconds are counts of milli-, micro- or nanoseconds
@@ -83,13 +84,18 @@ NO_UNIT = {"timestamp", "inputlength", "outputlength"}
 """Columns that Mooncake's traces have in milliseconds and others in seconds."""
 
 
+SHARED = ("session", "prefix", "prefix_tokens")
+"""Optional columns of OWN: what prompts have in common, see `_text`."""
+
+
 @dataclass(slots=True)
 class TraceRows:
-    """Requests in order of arrival; (count,) each."""
+    """Requests in order of arrival; (count,) each. texts : the prompts; None: the file has no column of SHARED"""
 
     arrivals_s: NDArray[np.float64]
     output_tokens: NDArray[np.float64]
     input_tokens: NDArray[np.float64]
+    texts: tuple[Text, ...] | None = None
 
 
 def read_rows(name: str, count_max: int | None = None) -> TraceRows:
@@ -100,6 +106,7 @@ def read_rows(name: str, count_max: int | None = None) -> TraceRows:
     Raises ConfigError, which names the file and the line that cannot be read.
     """
     arrivals, inputs, outputs = array("d"), array("d"), array("d")
+    texts: list[Text] = []
     failed, is_sorted, last_s, read = 0, True, -math.inf, None
     for line, record in _whole_records(name):
         if count_max is not None and len(outputs) == count_max and is_sorted:
@@ -107,6 +114,8 @@ def read_rows(name: str, count_max: int | None = None) -> TraceRows:
         try:
             read = read or Columns.of(record)
             arrival_s, input_tokens, output_tokens = read(record)
+            if read.shares and output_tokens:
+                texts.append(_text(record, input_tokens, len(outputs)))
         except ValueError as error:
             raise ConfigError(f"the trace {name!r}, line {line}: {error}") from error
         if output_tokens == 0:
@@ -123,7 +132,7 @@ def read_rows(name: str, count_max: int | None = None) -> TraceRows:
         raise ConfigError(f"the trace {name!r} has no request with an answer")
     if failed:
         _tell(f"{name}: left out requests that have failed, or whose answers are empty: {failed:,}")
-    return _in_order(name, read.form, (arrivals, outputs, inputs), count_max)
+    return _in_order(name, read.form, (arrivals, outputs, inputs), texts, count_max)
 
 
 @functools.cache
@@ -132,30 +141,37 @@ def _tell(note: str) -> None:
     print(note, file=sys.stderr)
 
 
-def _in_order(name: str, form: Form, columns: tuple[array[float], ...], count_max: int | None) -> TraceRows:
+def _in_order(
+    name: str, form: Form, columns: tuple[array[float], ...], texts: list[Text], count_max: int | None
+) -> TraceRows:
     arrivals_s, outputs, inputs = (np.array(column) for column in columns)
     if misplaced := int((np.diff(arrivals_s) < 0).sum()):
         _tell(f"{name}: sorted by arrival; rows that came before the row above them: {misplaced:,}")
     order = np.argsort(arrivals_s, kind="stable")[:count_max]
     arrivals_s, outputs, inputs = arrivals_s[order], outputs[order], inputs[order]
     is_offset = form.is_offset and arrivals_s[0] < UNIX_SECONDS_MIN
-    return TraceRows(arrivals_s if is_offset else arrivals_s - arrivals_s[0], outputs, inputs)
+    ordered = tuple([texts[place] for place in order.tolist()]) if texts else None
+    return TraceRows(arrivals_s if is_offset else arrivals_s - arrivals_s[0], outputs, inputs, ordered)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Reads the records of one file. places : of the form's amounts, the names of the fields from the outermost"""
+    """Reads the records of one file. places : of the form's amounts, the names of the fields from the outermost.
+    shares : whether there are columns of SHARED
+    """
 
     form: Form
     places: tuple[tuple[str, ...], ...]
     seconds: Callable[[Any], float]
+    shares: bool = False
 
     @classmethod
     def of(cls, record: Any) -> Columns:
         """The columns of a file with this first record. Raises ValueError."""
         form = form_of(record)
         places = tuple(_place(record, column) or () for column in form.amounts)
-        return cls(form, places, _clock(_value(record, places[0]), form))
+        shares = form is OWN and any(column in record for column in SHARED)
+        return cls(form, places, _clock(_value(record, places[0]), form), shares)
 
     def __call__(self, record: Any) -> tuple[float, float, float]:
         """(arrival_s, input_tokens, output_tokens); no output tokens if the request has failed. Raises ValueError."""
@@ -166,6 +182,19 @@ class Columns:
             return -math.inf, 0.0, 0.0
         _, input_column, output_column = self.form.amounts
         return self.seconds(arrival), _amount(inputs, input_column), _amount(outputs, output_column)
+
+
+def _text(record: Mapping[str, Any], input_tokens: float, number: int) -> Text:
+    """The prompt of a row: `prefix_tokens` that rows of the same `prefix` begin with, then its own or its session's.
+
+    Each prompt of a session begins with the prompts and the answers of the session's earlier rows, as far as its tokens
+    go. number : of the row. Raises ValueError.
+    """
+    tokens = max(1, round(input_tokens))
+    prefix = min(tokens, round(_amount(record.get("prefix_tokens") or 0, "prefix_tokens")))
+    session = record.get("session")
+    own = ("row", number) if session in (None, "") else ("session", str(session))
+    return ((("prefix", str(record.get("prefix") or "")), prefix), (own, tokens - prefix))
 
 
 def form_of(record: Any) -> Form:

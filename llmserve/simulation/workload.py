@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,7 @@ from llmserve.errors import ConfigError
 from llmserve.request import Request
 from llmserve.simulation import trace_files
 from llmserve.simulation.files import UNREADABLE, is_number, open_text, records
+from llmserve.simulation.kv_pool import Text, hashes
 from llmserve.simulation.predictions import Predictions
 from predictor.records import delimiter_of
 
@@ -32,6 +34,7 @@ LENGTHS_HELP = (
 )
 
 CUT_OFF = ("exponential", "lognormal")  # distributions without a longest length, which take MAX
+HASHED_TOKENS = 128  # of a block of a prompt that the scheduler knows, as it is of a text's characters
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
 BURSTS_MAX = 10_000_000  # limit of a run's bursts: more bursts even out, and would fill the memory
 MIXED = re.compile(r"^[0-9.]+\*")  # a weight before a distribution
@@ -46,11 +49,13 @@ class Trace:
     """Recorded or drawn requests: (count,) each, in order of arrival, count >= 1.
 
     arrivals_s  >= 0.  output_tokens  > 0.  input_tokens  0 where unknown.
+    texts       the prompts, for engines with a KV cache; None: prompts share nothing
     """
 
     arrivals_s: Times
     output_tokens: Lengths
     input_tokens: Lengths
+    texts: tuple[Text, ...] | None = None
 
     def __len__(self) -> int:
         return self.arrivals_s.size
@@ -175,7 +180,7 @@ def read_trace(name: str, count_max: int | None = None) -> Trace:
     Raises ConfigError naming the file, and the line that cannot be used.
     """
     rows = trace_files.read_rows(name, count_max)
-    return Trace(rows.arrivals_s, rows.output_tokens, rows.input_tokens)
+    return Trace(rows.arrivals_s, rows.output_tokens, rows.input_tokens, rows.texts)
 
 
 def replay_faster(trace: Trace, speed: float) -> Trace:
@@ -294,7 +299,14 @@ def requests(
     medians = [None] * len(times) if predictions is None else predictions.medians.tolist()
     quantiles = None if predictions is None else predictions.quantiles
     due_s = [None] * len(times) if deadlines_s is None else deadlines_s.tolist()
+    texts = trace.texts
     for request_id, (at_s, prompt, median) in enumerate(zip(times, prompts, medians, strict=True)):
         likely = () if quantiles is None else tuple(quantiles[request_id].tolist())
         prompt_tokens = (prompt,) if prompt else ()  # an unknown prompt size stays the default: the journal omits it
-        yield at_s, Request(request_id, median, due_s[request_id], likely, *prompt_tokens)
+        request = Request(request_id, median, due_s[request_id], likely, *prompt_tokens)
+        yield at_s, request if texts is None else with_blocks(request, texts[request_id])
+
+
+def with_blocks(request: Request, text: Text) -> Request:
+    """The request with the hashes of its prompt's blocks."""
+    return msgspec.structs.replace(request, blocks=hashes(text, HASHED_TOKENS), block_tokens=HASHED_TOKENS)

@@ -280,7 +280,9 @@ def test_the_error_for_a_misspelt_name_suggests_the_right_one():
     with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean .*h100-llama-3\.1-8b\?"):
         resolve("h100-llama")
     with pytest.raises(
-        ValueError, match=r"shipped profiles are h100-llama-3\.1-8b, h200-llama-1b, h200-llama-8b, p4-googlenet"
+        ValueError,
+        match=r"shipped profiles are h100-llama-3\.1-8b-contexts, h100-llama-3\.1-8b, h200-llama-1b, h200-llama-8b, "
+        "p4-googlenet",
     ):
         resolve("/nowhere/x.json")
 

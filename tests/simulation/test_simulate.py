@@ -12,6 +12,7 @@ import pytest
 
 from llmserve.__main__ import main
 from llmserve.commands.simulate import Case, Scenario, prepare, run, run_cases, simulate
+from llmserve.errors import ConfigError
 from llmserve.live import journal
 from llmserve.scheduling.messages import RequestArrived, StartBatch
 from llmserve.settings.dispatch import DispatchConfig
@@ -319,6 +320,54 @@ def test_a_trace_is_replayed_in_order_with_its_lengths_and_prompts(trace: str, t
     ]
     assert summary.elapsed_s == pytest.approx(16.0)
     assert summary.completed == 3
+
+
+SHARING = """arrival_s,input_tokens,output_tokens,session,prefix,prefix_tokens
+0,3000,10,a,tools,1000
+20,3000,10,b,tools,1000
+40,3500,10,a,tools,1000
+"""
+
+
+def test_engines_with_a_kv_cache_compute_what_prompts_share_once(tmp_path: Path) -> None:
+    """The second prompt finds 62 blocks of the prefix, the third the whole first prompt with nine tokens answered."""
+    path = tmp_path / "trace.csv"
+    path.write_text(SHARING)
+    scenario = Scenario(trace=str(path), kv_tokens=16_000, step_s=0.1, prefill_s_per_token=0.001)
+    summary = simulate(scenario, scheduling(release="greedy", batch_size=1, order="fffs"))
+    cached = 62 * 16 + 188 * 16
+    assert summary.cached_share == pytest.approx(cached / 9_500)
+    assert summary.latency_s_mean * 3 == pytest.approx(3 * 10 * 0.1 + 0.001 * (9_500 - cached))
+
+
+def test_memory_that_is_short_makes_requests_wait(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(SHARING.replace("\n20,", "\n0,").replace("\n40,", "\n0,"))
+    ample, short = (
+        simulate(Scenario(trace=str(path), kv_tokens=kv_tokens), scheduling(release="greedy", order="fffs"))
+        for kv_tokens in (16_000, 4_000)
+    )
+    assert short.latency_s_mean > 1.5 * ample.latency_s_mean
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_tokens": 4_000, "barrier": True}, "kv_tokens: only without barrier"),
+        ({"kv_tokens": 4_000, "load": 0.5}, "kv_tokens: only without barrier"),
+        ({"step_tokens": 100}, "step_tokens: only with kv_tokens"),
+    ],
+)
+def test_settings_that_have_no_meaning_with_a_kv_cache_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(Scenario(**settings), scheduling())
+
+
+def test_a_request_larger_than_the_kv_cache_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(SHARING)
+    assert main(["simulate", "--trace", str(path), "--kv-tokens", "2000"]) == 2
+    assert "more than the KV cache" in capsys.readouterr().err
 
 
 def test_a_trace_is_replayed_at_the_set_load_or_rate(trace: str) -> None:

@@ -257,3 +257,24 @@ def test_lengths_alone_are_read_from_the_same_files(content: str, lengths: list[
 def test_a_column_of_lengths_may_be_named(tmp_path: Path) -> None:
     (tmp_path / "burst.csv").write_text(BURSTGPT)
     assert read_lengths(f"{tmp_path}/burst.csv:Request tokens").tolist() == [472, 1087, 417]
+
+
+def test_rows_may_say_what_their_prompts_share(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "arrival_s,input_tokens,output_tokens,session,prefix,prefix_tokens\n"
+        "1,150,5,a,tools,100\n0,40,5,,tools,100\n2,300,5,a,tools,100\n3,7,5,,,\n"
+    )
+    tools, session = ("prefix", "tools"), ("session", "a")
+    assert read_rows(str(path)).texts == (
+        ((tools, 40), (("row", 1), 0)),
+        ((tools, 100), (session, 50)),
+        ((tools, 100), (session, 200)),
+        ((("prefix", ""), 0), (("row", 3), 7)),
+    )
+
+
+def test_a_trace_without_such_columns_says_nothing_of_what_prompts_share(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n1,150,5\n")
+    assert read_rows(str(path)).texts is None

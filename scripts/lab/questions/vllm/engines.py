@@ -82,9 +82,7 @@ async def front(
 
     way = arrangement.way
     routed = way in ROUTER_POLICIES
-    checkout = args.before if arrangement.before else None
-    served = running(way, router, ready="/health") if routed else front_end(way, *flags, checkout=checkout)
-    async with served as server:
+    async with running(way, router, ready="/health") if routed else front_end(way, *flags) as server:
         yield server.url
 
 

@@ -1,1 +1,0 @@
-"""Hits in the caches of real vLLM servers behind llmserve and behind vllm-router: docs/results/residency.md."""
