@@ -49,6 +49,7 @@ class Told:
     tokens_max  capacity of its KV cache, in tokens
     context_tokens  of each of its models: longer requests are refused
     loaded      ids of the models in its memory
+    models_at_once  models that it has there at once, at most; 0: as many as it serves
     priority    what its scheduler makes of the field `priority`, by its own settings
     warning     what its operator should know who has it start requests by priority
     """
@@ -60,6 +61,7 @@ class Told:
     tokens_max: int | None = None
     context_tokens: int | None = None
     loaded: tuple[str, ...] | None = None
+    models_at_once: int | None = None
     priority: Priority | None = None
     warning: str = ""
 
@@ -297,15 +299,21 @@ class _LlamaProps(msgspec.Struct):
     default_generation_settings: _LlamaSettings
     total_slots: Count | None = None
     build_info: str = ""
+    max_instances: Count | None = None
 
 
 def llama_props(body: bytes) -> Told | None:
-    """n_ctx : of each slot. A router has no slots of its own."""
+    """n_ctx : of each slot. A router has no slots of its own; max_instances : of models that it runs at once."""
     said = read(_LlamaProps, body)
     if said is None:
         return None
     context = said.default_generation_settings.n_ctx
-    return Told(said.build_info.partition("-")[0], slots=said.total_slots or None, context_tokens=context or None)
+    return Told(
+        said.build_info.partition("-")[0],
+        slots=said.total_slots or None,
+        context_tokens=context or None,
+        models_at_once=said.max_instances,
+    )
 
 
 class _LlamaSlot(msgspec.Struct):

@@ -312,7 +312,9 @@ class Fleet:
     def _look(self, handle: EngineHandle, *, probed: bool) -> None:
         """Give up the calls that the engine has lost. probed : whether it has answered the last probe"""
         now_s, running = asyncio.get_running_loop().time(), handle.running.values()
-        for answering, reason in handle.watchdog.look(now_s, running, handle.models, probed=probed).items():
+        told = handle.probed.told if probed else None
+        lost = handle.watchdog.look(now_s, running, handle.models, probed=probed, told=told)
+        for answering, reason in lost.items():
             error = lost_error(handle.name, reason)
             log.warning("%s", error)
             answering.lose(error)

@@ -19,7 +19,8 @@ class EngineHandle:
     models     served models of the engine's last list, by id
     endpoints  of the engine when last up
     probed     the last answer to a probe
-    models_at_once  models that it was seen to have loaded at once, where it loads them on demand; else 0
+    models_at_once  models that it has loaded at once, where it loads them on demand: as it tells, or as it was seen
+                    to have; else 0
     running    calls on the engine, by request id
     empty      set while no call runs
     trouble    message of the last failed probe; "": the last one did not fail
@@ -91,9 +92,14 @@ class EngineHandle:
 
     def answer(self, probed: Health) -> None:
         """Note a probe's answer."""
-        before = self.models_at_once if probed.program == self.probed.program else 0
-        seen = max(1, len(probed.told.loaded or ()))
-        self.models_at_once = max(before, seen) if probed.program.dialect.swaps_models else 0
+        told = probed.told
+        if not probed.program.dialect.swaps_models:
+            self.models_at_once = 0
+        elif told.models_at_once is not None:
+            self.models_at_once = told.models_at_once
+        else:
+            before = self.models_at_once if probed.program == self.probed.program else 0
+            self.models_at_once = max(before, 1, len(told.loaded or ()))
         self.probed, self.probes_failed = probed, 0
         self.trouble, self.hangs = "", False
 

@@ -14,6 +14,12 @@ writes as a whole, a paused machine. So a silence is compared with what the engi
                                                    long prompts, and the answer by its forecast, as if the
                                                    engine wrote it as a whole: FACTOR times that, and `floor_s` at least
 
+The engine may also tell how many requests it has. Those that are not silent are among them; where it has told for
+`floor_s` in all that it has no more (`alone_s` while nothing of it is heard, for an engine that stands still may go on
+telling what it had before), the silent ones are lost, streamed or not: nothing else need be known of them. Its word
+counts once it has included COUNTS_TRUSTED silent answers in a row which then went on, for some engines count the
+requests of one process of several.
+
 An answer that was not overtaken has ALONE times that, and `alone_s` at least. An answer that is not streamed is silent
 to its end; only a bound of its length says when that is late, as one answer in thousands is many times as long as its
 forecast. Before ANSWERS_MIN answers, and beyond all of this, the limits of the settings hold.
@@ -39,6 +45,7 @@ STEP_S_MAX = 10.0  # of the clock, between two looks: a pause of this program is
 LONG_PROMPT = 2048  # tokens; shorter prompts say nothing about the speed at which prompts are read
 PROMPT_S = 0.02  # of a token of a long prompt, before such prompts were seen: a CPU's speed
 TOKENS_MIN = 16  # of an answer that tells the pace
+COUNTS_TRUSTED = 64  # answers in a row, each of which the engine had counted before it went on
 LOADED_S = 240.0  # without a sign of a model, after which the engine may have to load it again
 
 
@@ -52,6 +59,10 @@ class Patience:
 
     floor_s: float = 20.0
     alone_s: float = 120.0
+
+    @property
+    def alone_share(self) -> float:
+        return self.floor_s / self.alone_s
 
 
 class Worst:
@@ -94,7 +105,18 @@ class Run:
 
     __slots__ = (
         *("began", "bound", "complete", "heard_s", "is_stream", "likely", "prompt_tokens", "queue", "tokens", "turn"),
-        *("from_s", "from_tokens", "had_begun", "longest_s", "overtaken", "sent_s", "sign_s", "silent_s"),
+        *(
+            "counted",
+            "from_s",
+            "from_tokens",
+            "had_begun",
+            "longest_s",
+            "missed_s",
+            "overtaken",
+            "sent_s",
+            "sign_s",
+            "silent_s",
+        ),
     )
 
     def __init__(
@@ -119,6 +141,8 @@ class Run:
         self.longest_s = 0.0  # silence before the content, or within it
         self.had_begun = False
         self.overtaken = 0  # newer answers that have begun since the last sign
+        self.counted = False  # by the engine, at some look since the last sign
+        self.missed_s = 0.0  # for which the engine has told that it has no silent request, since it last had all
 
     @property
     def rest(self) -> float:
@@ -193,17 +217,27 @@ class Silences:
         self.patience = patience or Patience()
         self._normal: OrderedDict[str, Normal] = OrderedDict()  # by queue, the one heard last at the end
         self._looked_s = math.inf
+        self._counted = 0  # silent answers in a row that the engine had counted, and that went on
 
     def of(self, queue: str) -> Normal | None:
         """What is normal for a queue; None: it was not heard so far."""
         return self._normal.get(queue)
 
-    def look(self, now_s: float, runs: Collection[Run], ended: Iterable[Run] = (), *, probed: bool = True) -> list[Run]:
+    def look(
+        self,
+        now_s: float,
+        runs: Collection[Run],
+        ended: Iterable[Run] = (),
+        *,
+        probed: bool = True,
+        told: int | None = None,
+    ) -> list[Run]:
         """Learn from the runs of the engine as they are now, and return those that the engine has lost.
 
         now_s   on the clock of `heard_s`
         ended   those of the last look that run no more
         probed  whether the engine has just answered a probe
+        told    the requests that the engine has, running or waiting, by its own word in the probe; None: it told none
         """
         since_s, self._looked_s = self._looked_s, now_s
         step_s = min(max(0.0, now_s - since_s), STEP_S_MAX)
@@ -212,6 +246,8 @@ class Silences:
         for run in runs:
             is_heard = self._hear(run, since_s, begun, min(step_s, max(0.0, now_s - run.heard_s))) or is_heard
         works = is_heard or (probed and len(runs) == 1)
+        if told is not None:
+            self._miss(runs, told, since_s, step_s * (1.0 if is_heard else self.patience.alone_share))
         newest = {queue: sorted(sent_s for sent_s, _ in entries) for queue, entries in begun.items()}
         lost = []
         for run in runs:
@@ -244,7 +280,32 @@ class Silences:
                 return True
         return False
 
+    def _miss(self, runs: Collection[Run], told: int, since_s: float, step_s: float) -> None:
+        """Count the time for which the engine has told that it has none of the silent runs.
+
+        told : requests that it has; of those that were sent since the last look, some may be on their way. Where it has
+        some of the silent ones, nothing tells which.  step_s : since the last look; less while the engine is not heard
+        """
+        silent = [run for run in runs if run.sign_s < since_s]
+        missing = sum(run.sent_s is not None and run.sent_s < since_s for run in runs) - told
+        if missing <= 0:
+            for run in silent:
+                run.missed_s, run.counted = 0.0, True
+        elif missing >= len(silent):
+            for run in silent:
+                run.missed_s += step_s
+
+    def _went_on(self, run: Run) -> None:
+        """Take note of a sign of a run: a count that did not include the run was wrong."""
+        if run.missed_s:
+            self._counted = 0
+        elif run.counted:
+            self._counted += 1
+        run.missed_s, run.counted = 0.0, False
+
     def _is_lost(self, run: Run) -> bool:
+        if run.missed_s > self.patience.floor_s and self._counted >= COUNTS_TRUSTED:
+            return True
         return run.silent_s > self.patience.floor_s and run.silent_s > self.allows(run)
 
     def _is_loaded(self, run: Run, normal: Normal) -> bool:
@@ -256,6 +317,7 @@ class Silences:
         for run in ended:
             if run.complete and run.sent_s is not None:
                 is_heard = True
+                self._went_on(run)
                 normal = self._heard(run.queue, now_s)
                 run.longest_s = max(run.longest_s, run.silent_s)
                 if not run.had_begun:
@@ -276,6 +338,7 @@ class Silences:
         elif run.heard_s > run.sign_s:
             run.longest_s = max(run.longest_s, run.silent_s)
             run.sign_s, run.silent_s, run.overtaken = run.heard_s, new_s, 0
+            self._went_on(run)
         else:
             return False
         if run.began and not run.had_begun:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from llmserve.calls.in_flight import Answering, InFlightCall
+from llmserve.engines.dialects import Told
 from llmserve.engines.engine import EngineError
 from llmserve.live.known_models import Listed
 from llmserve.live.silence import NEWER, Run, Silences
@@ -40,12 +41,13 @@ class Watchdog:
         self._watched: dict[Answering, _Watched] = {}
 
     def look(
-        self, now_s: float, running: Iterable[InFlightCall], models: Listed, *, probed: bool
+        self, now_s: float, running: Iterable[InFlightCall], models: Listed, *, probed: bool, told: Told | None = None
     ) -> Mapping[Answering, str]:
         """Look at the engine's answers; return those that it has lost, with the reason.
 
         now_s   of the event loop's clock.  models : of the engine
         probed  whether the engine has just answered a probe
+        told    what it has told of itself then
         """
         before, self._watched = self._watched, {}
         for in_flight in running:
@@ -61,7 +63,9 @@ class Watchdog:
         for watched in before.values():
             watched.note_end()
         runs = [watched.run for watched in self._watched.values()]
-        lost = self.silences.look(now_s, runs, [watched.run for watched in before.values()], probed=probed)
+        lost = self.silences.look(
+            now_s, runs, [watched.run for watched in before.values()], probed=probed, told=_has(told)
+        )
         if not lost:
             return {}
         return {answering: _reason(one.run) for answering, one in self._watched.items() if one.run in lost}
@@ -75,7 +79,18 @@ def lost_error(name: str, reason: str) -> EngineError:
     return EngineError(f"engine {name} {reason}", code="engine_lost", lost=True)
 
 
+def _has(told: Told | None) -> int | None:
+    """The requests that an engine has by its own word; None: it does not say."""
+    if told is None or told.running is None or told.waiting is None:
+        return None
+    return told.running + told.waiting
+
+
 def _reason(run: Run) -> str:
+    if run.missed_s > 0.0:
+        return (
+            f"has told for {run.missed_s:.0f} s that it has fewer requests than it was sent, and is silent on this one"
+        )
     silence = f"sent nothing of this one for {run.silent_s:.0f} s"
     if run.overtaken >= NEWER:
         return f"has begun {run.overtaken} newer answers, but {silence}"

@@ -46,6 +46,8 @@ def _served(call: InFlightCall) -> dict[str, Any]:
         fields["first_token_ms"] = _ms(measured.first_at_s - call.arrived_at_s)
     if counts is not None and counts.prompt_tokens is not None:
         fields["prompt_tokens"] = counts.prompt_tokens
+    if counts is not None and counts.cached_tokens is not None:
+        fields["cached_tokens"] = counts.cached_tokens
     tokens = counts.completion_tokens if counts is not None else measured.streamed_tokens
     if tokens is not None and call.delivery.answered:
         fields["output_tokens"] = tokens

@@ -11,9 +11,11 @@ from typing import Literal
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.observe.counters import Families
+from llmserve.wire.event_stream import Usage
 
 RunOutcome = Literal["completed", "failed", "fault", "cancelled", "preempted", "lost"]
 RUN_OUTCOMES: tuple[RunOutcome, ...] = ("completed", "failed", "fault", "cancelled", "preempted", "lost")
+CACHED = ("yes", "no", "unknown")  # whether the engine had a token of a prompt in its cache; unknown: it does not tell
 
 
 class RunCounts:
@@ -42,8 +44,9 @@ class RunCounts:
             del self._by_labels[labels]
             for histograms in (self.waiting, self.first_token, self.between_tokens, self.latency):
                 histograms.remove(*labels)
-            for counted in (self.prompt_tokens, self.output_tokens):
-                counted.remove(*labels)
+            self.output_tokens.remove(*labels)
+            for cached in CACHED:
+                self.prompt_tokens.remove(*labels, cached)
             for outcome in RUN_OUTCOMES:
                 self.runs.remove(*labels, outcome)
                 self.retries.remove(*labels, outcome)
@@ -54,8 +57,8 @@ class RunCounts:
             return
         runs = self.of(call.request.model, call.receipt.engine)
         measured = call.measured
-        if measured.counts is not None and measured.counts.prompt_tokens:
-            runs.prompt_tokens.inc(measured.counts.prompt_tokens)
+        if measured.counts is not None:
+            runs.count_prompt(measured.counts)
         if measured.first_at_s is None:
             return
         runs.first_token.observe(measured.first_at_s - call.arrived_at_s)
@@ -67,8 +70,8 @@ class EngineRuns:
     """The counts of one model on one engine."""
 
     __slots__ = (
-        *("_retries", "_runs"),
-        *("between_tokens", "first_token", "latency", "output_tokens", "prompt_tokens", "waiting"),
+        *("_prompt_tokens", "_retries", "_runs"),
+        *("between_tokens", "first_token", "latency", "output_tokens", "waiting"),
     )
 
     def __init__(self, counts: RunCounts, model: str, engine: str) -> None:
@@ -76,10 +79,19 @@ class EngineRuns:
         self.first_token = counts.first_token.of(model, engine)
         self.between_tokens = counts.between_tokens.of(model, engine)
         self.latency = counts.latency.of(model, engine)
-        self.prompt_tokens = counts.prompt_tokens.of(model, engine)
         self.output_tokens = counts.output_tokens.of(model, engine)
+        self._prompt_tokens = {cached: counts.prompt_tokens.of(model, engine, cached) for cached in CACHED}
         self._runs = {outcome: counts.runs.of(model, engine, outcome) for outcome in RUN_OUTCOMES}
         self._retries = {outcome: counts.retries.of(model, engine, outcome) for outcome in RUN_OUTCOMES}
+
+    def count_prompt(self, counts: Usage) -> None:
+        """Count the tokens of a prompt that was answered."""
+        prompt, cached = counts.prompt_tokens, counts.cached_tokens
+        if prompt and cached is None:
+            self._prompt_tokens["unknown"].inc(prompt)
+        elif prompt and cached is not None:
+            self._prompt_tokens["yes"].inc(cached)
+            self._prompt_tokens["no"].inc(prompt - cached)
 
     def end(self, outcome: RunOutcome, *, retry: bool) -> None:
         """Count the end of a run. retry : the request had failed before"""

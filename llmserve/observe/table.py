@@ -131,7 +131,12 @@ RUNS = (  # run_counts.py
         *("model", "engine"),
     ),
     _histogram("latency_seconds", "From arrival to the end of the answer", SECONDS, "model", "engine"),
-    _counter("prompt_tokens", "Tokens of prompts that were answered, as the engines count them", "model", "engine"),
+    _counter(
+        "prompt_tokens",
+        "Tokens of prompts that were answered, as the engines count them, by whether the engine had them in its cache: "
+        "yes, no (they were computed), unknown (the engine does not tell)",
+        *("model", "engine", "cached"),
+    ),
     _counter("output_tokens", "Output tokens of complete answers", "model", "engine"),
 )
 WEBHOOK = (  # webhook/part.py; only with a receiver

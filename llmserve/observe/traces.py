@@ -201,5 +201,7 @@ def _count_tokens(span: Span, in_flight: InFlightCall) -> None:
     counts = in_flight.measured.counts
     if counts is not None and counts.prompt_tokens is not None:
         span.set_attribute("gen_ai.usage.input_tokens", counts.prompt_tokens)
+    if counts is not None and counts.cached_tokens is not None:
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", counts.cached_tokens)
     if counts is not None and counts.completion_tokens is not None:
         span.set_attribute("gen_ai.usage.output_tokens", counts.completion_tokens)

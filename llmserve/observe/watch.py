@@ -29,7 +29,12 @@ LATENCIES_MAX = 4_096  # of a second, for its quantiles
 
 
 class EngineSeen(msgspec.Struct, frozen=True):
-    """An engine of a snapshot. kind : "" before it was up.  circuit : whether the circuit breaker is closed"""
+    """An engine of a snapshot.
+
+    kind     "" before it was up
+    circuit  whether the circuit breaker is closed
+    prompt_tokens, cached_tokens  of the answers since the snapshot before, as far as the engine tells both
+    """
 
     name: str
     kind: str
@@ -38,6 +43,8 @@ class EngineSeen(msgspec.Struct, frozen=True):
     running: int
     slots: int
     models: list[str]
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -146,6 +153,8 @@ class Watch:
         self._arrived = self._ended = 0
         self._tokens = 0.0
         self._refused: Counter[str] = Counter()
+        self._prompt_tokens: Counter[str] = Counter()  # by engine
+        self._cached_tokens: Counter[str] = Counter()
         self._latencies_s: list[float] = []
         self._queues_s: list[float] = []
         self._requests: list[RequestSeen] = []
@@ -167,6 +176,10 @@ class Watch:
         self._ended += 1
         tokens = event.output_tokens * call.request.choices
         self._tokens += tokens
+        counts = call.measured.counts
+        if counts is not None and counts.prompt_tokens is not None and counts.cached_tokens is not None:
+            self._prompt_tokens[event.engine] += counts.prompt_tokens
+            self._cached_tokens[event.engine] += counts.cached_tokens
         started_s = call.arrived_at_s + call.receipt.queue_ms / 1e3
         if len(self._latencies_s) < LATENCIES_MAX:
             self._latencies_s.append(now_s - call.arrived_at_s)
@@ -215,8 +228,18 @@ class Watch:
         state = self._cluster.scheduler.engines.get(handle.name)
         closed = state is None or state.circuit.closed
         kind = str(handle.probed.program) if handle.state.seen else ""
-        models = list(handle.models)[:10]
-        return EngineSeen(handle.name, kind, handle.word, closed, len(handle.running), handle.info.slots, models)
+        name = handle.name
+        return EngineSeen(
+            name,
+            kind,
+            handle.word,
+            closed,
+            len(handle.running),
+            handle.info.slots,
+            list(handle.models)[:10],
+            self._prompt_tokens[name],
+            self._cached_tokens[name],
+        )
 
     def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:
         """Who waits, by model and by share, the most first."""

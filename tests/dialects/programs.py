@@ -173,11 +173,18 @@ LLAMA_ROUTER = Program(
             },
             "server: llama.cpp",
         ),
-        "/props": said({"role": "router", "default_generation_settings": {"n_ctx": 0}, "build_info": "b11434-x"}),
+        "/props": said(
+            {
+                "role": "router",
+                "max_instances": 4,
+                "default_generation_settings": {"n_ctx": 0},
+                "build_info": "b11434-x",
+            }
+        ),
         "/health": said({"status": "ok"}),
     },
     shown="llama.cpp's router b11434",
-    told=Told("b11434", loaded=("a",)),
+    told=Told("b11434", loaded=("a",), models_at_once=4),
     untouched=("/slots", "/metrics", "/openapi.json"),
 )
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
+from kit.client import get_text
 from kit.rows import Row
-from kit.servers import running
-from questions.llama.run import BARE, DIRECT, RATIOS, rows_of, slots_after
+from kit.servers import front_end, running
+from questions.llama.run import BARE, DIRECT, RATIOS, Arrangement, rows_of, slots_after
+from questions.vllm.passes import session_of
 
 from llmserve.engines.timed.server import FakeEngine
 
 
-def pass_of(arrangement: str, number: int, value: float, slots: int = 4) -> Row:
-    return Row({"slots": slots, "arrangement": arrangement, "round": number}, dict.fromkeys(RATIOS, value))
+def pass_of(arrangement: Arrangement, number: int, value: float, slots: int = 4) -> Row:
+    case = {"slots": slots, "answers": "streams", "arrangement": arrangement.name, "round": number}
+    return Row(case, dict.fromkeys(RATIOS, value))
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds() -> None:
@@ -24,6 +28,18 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds() -> None:
     assert second.numbers["latency_s_mean"] == 4.0
     assert second.ratios["direct"]["latency_s_mean"] == 0.5
     assert (third["slots"], third.ratios) == (1, {})
+
+
+async def test_a_server_that_is_told_nothing_does_not_hear_what_its_engine_counts() -> None:
+    async with (
+        FakeEngine(model="llmserve-demo") as engine,
+        front_end("told", "--engine", engine.url) as told,
+        front_end("untold", "--engine", engine.url, told=False) as untold,
+        session_of() as session,
+    ):
+        pages = [await get_text(session, f"{front.url}/metrics") for front in (told, untold)]
+        known = [re.findall(r"^llmserve_engine_load_known{.*} (\S+)$", page, re.M) for page in pages]
+        assert [float(value) for (value,) in known] == [1, 0]
 
 
 async def test_the_counted_slots_are_those_of_the_server_in_front() -> None:

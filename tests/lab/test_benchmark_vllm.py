@@ -226,6 +226,13 @@ def test_an_order_is_compared_with_vllms_priorities_of_the_same_predictions():
     )
 
 
+def test_an_arrangement_is_compared_with_the_llmserve_of_before():
+    found = arrangements.with_those_before([arrangements.DIRECT, arrangements.Arrangement("boost")])
+    names = [arrangement.name for arrangement in found]
+    assert names == ["vLLM directly", "llmserve boost", "llmserve boost, before"]
+    assert [set(arrangements.baselines_of(each, names)) for each in found] == [set(), {"direct", "before"}, {"direct"}]
+
+
 def events(*contents: str, end: str = "data: [DONE]\n\n") -> bytes:
     texts = [f'data: {{"choices":[{{"delta":{{"content":"{text}"}},"finish_reason":null}}]}}\n\n' for text in contents]
     return ("".join(texts) + end).encode()

@@ -176,6 +176,14 @@ async def test_an_engine_that_loads_models_on_demand_says_which_it_has_and_shows
     ]
 
 
+async def test_an_engine_that_tells_how_many_models_it_can_have_is_believed() -> None:
+    told = replace(lists("a", "b"), told=Told(loaded=("a",), models_at_once=4), program=Program(OLLAMA))
+    async with watched(told) as one:
+        assert one.handle.info.models_at_once == 4
+        await one.probed(replace(told, told=Told(loaded=("a",), models_at_once=0)))
+        assert one.handle.info.models_at_once == 0, "the engine has room for all"
+
+
 async def test_a_route_queue_of_an_engine_that_loads_models_names_its_model() -> None:
     async with watched(replace(lists("a"), program=Program(OLLAMA))) as one:
         one.fleet.open_route_queue(RouteQueue("a", path="/v1/embeddings"))

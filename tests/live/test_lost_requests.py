@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from front import Front, StartFront, until
 
 from llmserve.engines.timed.server import FakeEngine, Fault
@@ -18,6 +19,7 @@ from llmserve.scheduling.messages import EngineLost, RequestEnded
 
 FLOOR_S = 0.5
 TOKENS = 20
+PATIENCE_S = 300  # on a busy machine long silences are normal, and lost requests are found late
 
 
 class PausingEngine(FakeEngine):
@@ -50,6 +52,14 @@ class LosingEngine(FakeEngine):
         return super()._answer(*arguments)
 
 
+class ForgettingEngine(LosingEngine):
+    """A losing engine that does not count the requests that it has lost. It counts in its metrics, as vLLM does."""
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        counts = {"running": max(0, self.running - self.lost), "waiting": self.waiting}
+        return web.Response(text="".join(f"vllm:num_requests_{name} {count}.0\n" for name, count in counts.items()))
+
+
 async def known(start_front: StartFront, *engines: FakeEngine, alone_s: float = 60.0, **more: Any) -> Front:
     """A server that has seen enough answers of its engines, and whose patience is short."""
     front = await start_front(*engines, **more)
@@ -59,8 +69,9 @@ async def known(start_front: StartFront, *engines: FakeEngine, alone_s: float = 
         runs = [Run("fake") for _ in range(ANSWERS_MIN)]
         for run in runs:
             run.heard_s, run.tokens, run.complete = now_s, float(TOKENS), True
-        handle.watchdog.silences.look(now_s, runs)
-        handle.watchdog.silences.look(now_s, [], runs)
+        for seconds in range(3):
+            handle.watchdog.silences.look(now_s + 1e-3 * seconds, runs, told=len(runs))
+        handle.watchdog.silences.look(now_s + 3e-3, [], runs)
     return front
 
 
@@ -104,7 +115,7 @@ async def test_a_request_of_eight_that_an_engine_loses_before_its_first_token_ru
 ) -> None:
     async with LosingEngine(0, slots=16, step_s=0.002) as engine, FakeEngine(slots=16, step_s=0.002) as other:
         front = await known(start_front, engine, other, slots=16)
-        async with asyncio.timeout(60), traffic(front):
+        async with asyncio.timeout(PATIENCE_S), traffic(front):
             answers = [await ask(front)]
             while engine.lost < 4 or sum(end.lost for end in ends(front)) < 4:
                 answers.append(await ask(front))
@@ -137,7 +148,7 @@ async def test_a_stream_that_stops_in_the_middle_ends_with_an_error_and_runs_now
             while sum(answer != "done" for answer in answers) < 4:
                 answers.append(await ask(front))
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(keep_asking() for _ in range(8)))
         assert [answer for answer in answers if answer != "done"] == ["engine_lost after 5"] * 4
         assert [end.retryable for end in ends(front) if end.lost] == [False] * 4
@@ -147,7 +158,7 @@ async def test_a_stream_that_stops_in_the_middle_ends_with_an_error_and_runs_now
 async def test_a_pause_of_all_answers_ends_none(start_front: StartFront) -> None:
     async with PausingEngine(slots=8, step_s=0.002) as engine:
         front = await known(start_front, engine, slots=8, alone_s=FLOOR_S)
-        async with asyncio.timeout(60), traffic(front):
+        async with asyncio.timeout(PATIENCE_S), traffic(front):
             for _ in range(3):
                 await ask(front)
             engine.going.clear()
@@ -163,7 +174,19 @@ async def test_a_pause_of_all_answers_ends_none(start_front: StartFront) -> None
 async def test_a_lost_request_runs_again_on_its_only_engine(start_front: StartFront) -> None:
     async with LosingEngine(0, slots=16, step_s=0.002) as engine:
         front = await known(start_front, engine, slots=16)
-        async with asyncio.timeout(60), traffic(front):
+        async with asyncio.timeout(PATIENCE_S), traffic(front):
             while engine.lost < 4 or sum(end.lost for end in ends(front)) < 4:
                 assert await ask(front) == "done"
         assert {end.outcome for end in ends(front) if not end.lost} == {"completed"}
+
+
+async def test_an_answer_that_is_not_streamed_and_is_all_that_an_engine_has_lost_runs_again(
+    start_front: StartFront,
+) -> None:
+    async with ForgettingEngine(0, slots=16, step_s=0.002) as engine:
+        front = await known(start_front, engine, slots=16, alone_s=2 * FLOOR_S)
+        engine.asked = 7  # the next one is lost
+        async with asyncio.timeout(PATIENCE_S), front.post(max_tokens=TOKENS) as response:
+            assert response.status == 200
+        (lost,) = [end for end in ends(front) if end.lost]
+        assert (lost.outcome, lost.retryable) == ("failed", True)

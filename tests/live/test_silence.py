@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llmserve.live.silence import ANSWERS_MIN, FACTOR, KEPT, NEWER, Patience, Run, Silences, Worst
+from llmserve.live.silence import ANSWERS_MIN, COUNTS_TRUSTED, FACTOR, KEPT, NEWER, Patience, Run, Silences, Worst
 
 TOKEN_S = 0.1
 
@@ -41,13 +41,13 @@ class Engine:
         run.complete, run.tokens = True, tokens
         self._ended.append(run)
 
-    def second(self, *, works: bool = True, probed: bool = True) -> list[Run]:
-        """A second passes. works : whether the answers that speak are heard"""
+    def second(self, *, works: bool = True, probed: bool = True, told: int | None = None) -> list[Run]:
+        """A second passes. works : whether the answers that speak are heard.  told : requests that the engine counts"""
         self.now_s += 1.0
         for run in self.running:
             if works and id(run) in self._speaking:
                 run.heard_s, run.began, run.tokens = self.now_s, True, run.tokens + 1.0 / TOKEN_S
-        lost = self.silences.look(self.now_s, self.running, self._ended, probed=probed)
+        lost = self.silences.look(self.now_s, self.running, self._ended, probed=probed, told=told)
         self._ended = []
         return lost
 
@@ -246,3 +246,69 @@ def test_an_engine_may_be_busy_with_whole_answers_for_as_long_as_such_take() -> 
     assert not engine.silences.may_be_busy(engine.now_s + 130.0, [run])
     stream = engine.ask()
     assert not engine.silences.may_be_busy(engine.now_s + 60.0, [stream])
+
+
+# ---- the engine's own counts ----
+
+
+def counted(engine: Engine, seconds: int, told: int) -> list[Run]:
+    """The runs that are found to be lost while the engine tells that it has so many requests."""
+    return [run for _ in range(seconds) for run in engine.second(told=told)]
+
+
+@pytest.fixture
+def counting() -> Engine:
+    """An engine whose counts have included enough answers."""
+    engine = Engine()
+    for _ in range(COUNTS_TRUSTED):
+        run = engine.ask(speaks=False, stream=False)
+        assert not counted(engine, 4, told=1)
+        engine.end(run)
+    engine.second(told=0)
+    return engine
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_requests_that_an_engine_no_longer_counts_are_lost_though_it_does_nothing_else(
+    counting: Engine, stream: bool
+) -> None:
+    lost = [counting.ask(speaks=False, stream=stream) for _ in range(2)]
+    alone_s = int(counting.silences.patience.alone_s)
+    assert not counted(counting, alone_s - 3, told=0)
+    assert counted(counting, 6, told=0)[:2] == lost
+
+
+def test_beside_answers_that_go_on_the_silent_ones_are_lost_if_no_more_are_counted(counting: Engine) -> None:
+    speaking, lost = counting.ask(), counting.ask(speaks=False, stream=False)
+    assert set(counted(counting, 30, told=1)) == {lost}
+    assert speaking in counting.running
+
+
+def test_where_one_of_two_silent_requests_is_counted_neither_is_given_up(counting: Engine) -> None:
+    for _ in range(2):
+        counting.ask(speaks=False, stream=False)
+    assert not counted(counting, 300, told=1)
+
+
+def test_a_count_that_includes_the_request_once_in_a_while_ends_nothing(counting: Engine) -> None:
+    counting.ask(speaks=False, stream=False)
+    for _ in range(10):
+        assert not counted(counting, 15, told=0)
+        assert not counted(counting, 1, told=1)
+
+
+def test_an_engine_that_has_left_out_a_request_that_went_on_is_not_believed(counting: Engine) -> None:
+    left_out = counting.ask(speaks=False, stream=False)
+    assert not counted(counting, 5, told=0)
+    counting.end(left_out)
+    counting.second(told=0)
+    counting.ask(speaks=False, stream=False)
+    assert not counted(counting, 100, told=0)
+
+
+def test_a_request_that_the_engine_does_not_count_yet_is_not_lost(counting: Engine) -> None:
+    for _ in range(30):  # one after the other: each is on its way in when the engine counts
+        run = counting.ask(speaks=False)
+        assert not counting.second(told=0)
+        counting.end(run)
+    assert not counting.second(told=0)

@@ -50,9 +50,22 @@ async def test_streams_have_the_times_of_their_tokens_by_model_and_engine(start_
     assert value(text, "llmserve_latency_seconds_count", **of) == 4
     assert value(text, "llmserve_waiting_seconds_count", **of) == 4
     assert value(text, "llmserve_output_tokens_total", **of) == 38
-    assert value(text, "llmserve_prompt_tokens_total", **of) > 0
+    assert value(text, "llmserve_prompt_tokens_total", cached="unknown", **of) > 0
     assert value(text, "llmserve_engine_requests_total", outcome="completed", **of) == 4
     assert value(text, "llmserve_retries_total", outcome="completed", **of) == 0
+
+
+async def test_tokens_of_prompts_are_counted_by_whether_the_engine_had_them(start_front: StartFront) -> None:
+    said = [{"role": "user", "content": " ".join(f"word{number}" for number in range(100))}]
+    async with FakeEngine(step_s=0, cache_words=1_000) as engine:
+        front = await start_front(engine)
+        for stream in (False, True):
+            await read(front, stream=stream, max_tokens=1, messages=said)
+        text = await scraped(front)
+    of = {"engine": engine.url.removeprefix("http://"), "model": "fake"}
+    assert value(text, "llmserve_prompt_tokens_total", cached="yes", **of) == 96
+    assert value(text, "llmserve_prompt_tokens_total", cached="no", **of) == 2 * 103 - 96
+    assert value(text, "llmserve_prompt_tokens_total", cached="unknown", **of) == 0
 
 
 async def test_a_retry_is_counted_where_it_ran_and_the_fault_where_it_was(start_front: StartFront) -> None:

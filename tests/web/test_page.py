@@ -47,7 +47,7 @@ async def test_the_files_come_from_this_host_alone(start_front: StartFront) -> N
 
 
 async def test_snapshots_tell_what_runs_waits_and_has_ended(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0.02, slots=1) as engine:
+    async with FakeEngine(step_s=0.02, slots=1, cache_words=0) as engine:
         front = await start_front(engine, slots=1)
         async with await events(front) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -69,6 +69,8 @@ async def test_snapshots_tell_what_runs_waits_and_has_ended(start_front: StartFr
     assert [request["tokens"] for request in ended] == [100, 100, 100]
     assert all(request["arrived_s"] <= request["started_s"] < request["ended_s"] for request in ended)
     assert sum(report["tokens"] for report in reports) == 300
+    told = [(engine["prompt_tokens"], engine["cached_tokens"]) for report in reports for engine in report["engines"]]
+    assert (sum(tokens for tokens, _ in told), sum(cached for _, cached in told)) == (3 * 4, 0)
     assert sum(report["arrived"] for report in reports) == 3
     assert all(0 < low <= high for low, high in (report["latency_s"] for report in reports if report["ended"]))
 

@@ -8,6 +8,7 @@ const $ = (id) => document.getElementById(id);
 const history = { tokens: [], median: [], high: [], running: [], waiting: [] };
 const requests = new Map(); // id -> its last report, with its lane
 const occupied = new Map(); // engine -> [share of its slots, ...], one a second
+const prompts = new Map(); // engine -> [[tokens of prompts, those of them in its cache], ...], one a second
 const points = []; // [forecast, real]
 let last = null;
 
@@ -69,7 +70,7 @@ function state(text, bad) {
 
 function show(now) {
   const restarted = last !== null && now.now_s < last.now_s;
-  if (restarted) { requests.clear(); occupied.clear(); last = null; }
+  if (restarted) { requests.clear(); occupied.clear(); prompts.clear(); last = null; }
   const passed = Math.max(0.2, now.now_s - now.since_s);
   push(history.tokens, now.tokens / passed);
   push(history.median, now.latency_s ? now.latency_s[0] : null);
@@ -79,6 +80,8 @@ function show(now) {
   for (const engine of now.engines) {
     if (!occupied.has(engine.name)) occupied.set(engine.name, []);
     push(occupied.get(engine.name), engine.slots ? Math.min(1, engine.running / engine.slots) : 0, TIMELINE_S);
+    if (!prompts.has(engine.name)) prompts.set(engine.name, []);
+    push(prompts.get(engine.name), [engine.prompt_tokens, engine.cached_tokens], TIMELINE_S);
   }
   now.requests.forEach((request) => note(request));
   forget(now);
@@ -158,7 +161,7 @@ function tables(now) {
     const condition = element("td", engine.circuit ? engine.state : `${engine.state}, fails requests`);
     if (engine.state !== "ready" || !engine.circuit) condition.className = "bad";
     const more = engine.models.length === 10 ? " …" : "";
-    return element("tr", element("td", engine.name), element("td", engine.kind), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", engine.models.join(", ") + more));
+    return element("tr", element("td", engine.name), element("td", engine.kind), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", hits(engine.name)), element("td", engine.models.join(", ") + more));
   });
   if (now.engines_in_all > now.engines.length) rows.push(element("tr", element("td", `… and ${now.engines_in_all - now.engines.length} more`)));
   $("engines").tBodies[0].replaceChildren(...rows);
@@ -166,6 +169,12 @@ function tables(now) {
     const lines = waiting.map((entry) => element("tr", element("td", entry.name || nobody), number(entry.requests)));
     $(id).tBodies[0].replaceChildren(...(lines.length ? lines : [element("tr", element("td", "nobody"))]));
   }
+}
+
+// The share of its prompts that an engine had in its cache, as far as it tells.
+function hits(name) {
+  const [tokens, cached] = prompts.get(name).reduce(([tokens, cached], [more, found]) => [tokens + more, cached + found], [0, 0]);
+  return tokens ? `${Math.round(100 * cached / tokens)} %` : "–";
 }
 
 const STATUSES = ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"];
@@ -308,6 +317,7 @@ async function chat(began) {
   parts.push(`whole answer after ${shown((performance.now() - began) / 1000)} s`);
   if (tokens !== null) parts.push(`${tokens} tokens`);
   if (receipt?.predicted_tokens !== undefined) parts.push(`${receipt.predicted_tokens} were forecast`);
+  if (receipt?.cached_tokens !== undefined) parts.push(`${receipt.cached_tokens} of the prompt were in the cache`);
   if (!$("receipt").textContent) $("receipt").textContent = parts.join(", ");
 }
 

@@ -23,6 +23,7 @@ from llmserve import demo as embedded
 from llmserve.commands.bench import Arrangement
 from llmserve.engines.process import SUPERVISOR, free_port
 
+LAB = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = Path(embedded.__file__).with_name("model")
 # vLLM's engine core and its worker wait for each other by spinning. Two such processes would leave hardly any time of
 # two cores to vLLM's API server and to the front-end: a request then waits half a second for its first step. One
@@ -111,9 +112,22 @@ def module(name: str, *words: str) -> Command:
     return lambda port: [sys.executable, "-m", name, *words, "--port", str(port)]
 
 
-def front_end(name: str, *flags: str) -> AbstractAsyncContextManager[Server]:
-    """`llmserve serve` with these flags."""
-    return running(f"llmserve, {name}", module("llmserve", "serve", *flags), ready="/ready")
+def of_lab(name: str, *words: str) -> Command:
+    """The command that runs a part of the laboratory."""
+    return lambda port: [sys.executable, str(LAB), name, *words, "--port", str(port)]
+
+
+def front_end(
+    name: str, *flags: str, told: bool = True, checkout: str | None = None
+) -> AbstractAsyncContextManager[Server]:
+    """`llmserve serve` with these flags.
+
+    told : False: the engines tell it nothing of themselves.  checkout : the folder whose llmserve it is; None: this one
+    """
+    command = module("llmserve", "serve", *flags) if told else of_lab("slots.untold", "serve", *flags)
+    # Without PYTHONSAFEPATH, the working directory would come before the checkout.
+    environment = {"PYTHONPATH": str(Path(checkout).resolve()), "PYTHONSAFEPATH": "1"} if checkout else None
+    return running(f"llmserve, {name}", command, ready="/ready", environment=environment)
 
 
 def embedded_engine(batch_size: int) -> AbstractAsyncContextManager[Server]:

@@ -71,6 +71,14 @@ def rate(metric: str, *by: str) -> list[Query]:
     return [Query(_summed(f"rate({metric}{SELECTED}[$__rate_interval])", by), _legend(metric, by), metric)]
 
 
+def share(metric: str, label: str, part: str, whole: Sequence[str], *by: str) -> list[Query]:
+    """How much of a counter's increase has one value of a label, among that of several values."""
+    _checked(metric, ["counter"], (label, *by))
+    selected = [SELECTED.replace("}", f',{label}=~"{values}"}}') for values in (part, "|".join(whole))]
+    parts = [_summed(f"rate({metric}{one}[$__rate_interval])", by) for one in selected]
+    return [Query(" / ".join(parts), _legend(metric, by), metric)]
+
+
 def value(metric: str, *by: str) -> list[Query]:
     """A gauge as it is, added up over other labels than `by`."""
     _checked(metric, ["gauge"], by)
@@ -111,6 +119,11 @@ def rows() -> dict[str, list[Panel]]:
             Panel("Ready", "short", value("llmserve_engine_ready", "engine")),
             Panel("Output tokens", "short", rate("llmserve_output_tokens_total", "engine")),
             Panel("Prompt tokens", "short", rate("llmserve_prompt_tokens_total", "engine")),
+            Panel(
+                "Share of prompts in the cache",
+                "percentunit",
+                share("llmserve_prompt_tokens_total", "cached", "yes", ("yes", "no"), "engine"),
+            ),
             Panel("Runs by outcome", "reqps", rate("llmserve_engine_requests_total", "engine", "outcome")),
             Panel("Retries", "reqps", rate("llmserve_retries_total", "engine", "outcome")),
             Panel("Open circuits", "short", value("llmserve_engine_circuit_open", "engine")),

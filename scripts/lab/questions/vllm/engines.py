@@ -82,7 +82,9 @@ async def front(
 
     way = arrangement.way
     routed = way in ROUTER_POLICIES
-    async with running(way, router, ready="/health") if routed else front_end(way, *flags) as server:
+    checkout = args.before if arrangement.before else None
+    served = running(way, router, ready="/health") if routed else front_end(way, *flags, checkout=checkout)
+    async with served as server:
         yield server.url
 
 

@@ -18,7 +18,7 @@ from kit.results import in_turn
 from kit.rows import Row, group, median
 
 from llmserve.simulation.trace_files import read_rows
-from questions.vllm.arrangements import AHEAD, DIRECT, PARTS, Arrangement, arrangements_of
+from questions.vllm.arrangements import AHEAD, DIRECT, PARTS, Arrangement, arrangements_of, with_those_before
 from questions.vllm.engines import Engines, capacity_per_s, front
 from questions.vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s
 from questions.vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
@@ -60,6 +60,7 @@ async def take_turns(
     timed  sets the arrivals of a load, from the requests per second of the engines; None: all requests come at once
     """
     arrangements, count = arrangements_of(part, args.orders), rounds_of(args, part)
+    arrangements = with_those_before(arrangements) if args.before else arrangements
     loads, passes = [], []  # rows of the rounds and of the passes
     for number in range(count):
         rng = np.random.default_rng([args.seed, PARTS.index(part), number])

@@ -26,14 +26,21 @@ ANSWER_S_MAX = 900.0  # a request without an answer for so long is lost
 
 @dataclass(frozen=True, slots=True)
 class Question:
+    """A request of a pass. whole : its answer comes as a whole, not as a stream"""
+
     body: bytes
     headers: Mapping[str, str]
     arrival_s: float = 0.0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a request. first_s, latency_s : seconds after arrival.  tokens : 0 if the request failed"""
+    """The end of a request.
+
+    first_s, latency_s : seconds after arrival, to the first token and to the end; the same for a whole answer.
+    tokens : 0 if the request failed
+    """
 
     arrival_s: float
     first_s: float
@@ -45,6 +52,12 @@ class Outcome:
 def streamed(prompt: str, **more: Any) -> bytes:
     """The body of a streaming request. max_tokens is absent, because it would tell llmserve the length."""
     return json.dumps(client.body_of(prompt, stream=True, stream_options={"include_usage": True}, **more)).encode()
+
+
+def question_of(prompt: str, arrival_s: float = 0.0, *, whole: bool = False) -> Question:
+    """A request without a prediction."""
+    body = json.dumps(client.body_of(prompt)).encode() if whole else streamed(prompt)
+    return Question(body, {}, arrival_s, whole)
 
 
 def questions_of(arrangement: Arrangement, load: Load, service: ServiceTime, *, burst: bool) -> list[Question]:
@@ -89,11 +102,11 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, due_
     failure = reply.error or None
     if reply.status not in (0, 200):
         failure = f"{reply.status} {code_of(reply.body)}"
-    elif failure is None and (usage is None or b"data: [DONE]" not in tail):
-        failure = "the stream ended too early"
+    elif failure is None and (usage is None or not (question.whole or b"data: [DONE]" in tail)):
+        failure = "the answer ended too early"
     if failure is not None or usage is None:
         return Outcome(question.arrival_s, math.nan, latency_s, 0, failure)
-    return Outcome(question.arrival_s, first_s, latency_s, int(usage[1]))
+    return Outcome(question.arrival_s, latency_s if question.whole else first_s, latency_s, int(usage[1]))
 
 
 def session_of() -> aiohttp.ClientSession:
@@ -119,7 +132,7 @@ async def send(urls: Sequence[str], questions: Sequence[Question]) -> list[Outco
 
 
 def all_at_once(prompts: Sequence[str]) -> list[Question]:
-    return [Question(streamed(prompt), {}) for prompt in prompts]
+    return [question_of(prompt) for prompt in prompts]
 
 
 def shares(tokens: Ints, count: int) -> list[int]:

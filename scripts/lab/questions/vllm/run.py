@@ -42,6 +42,9 @@ counts all requests. Only `edf` gets deadlines. It drops late requests with 504.
 have no latency, so compare edf's latencies only together with its share of deadlines met. In the burst, edf's deadlines
 are ten minutes plus 5 times the predicted service time: no request is dropped, and the order follows the predictions.
 
+With --before each of llmserve's arrangements is measured twice in a round: with this checkout's llmserve, and with that
+of another checkout, such as one of a commit before a change.
+
 Each part replaces its own section of --output, so parts can be run one after the other.
 """
 
@@ -162,6 +165,7 @@ def main() -> None:
     add("--slots", type=int, default=8, help="requests that a vLLM server runs at once (%(default)s)")
     add("--slots-each", type=int, default=4, help="slots of each of two vLLM servers (%(default)s)")
     add("--look-ahead", type=int, help="llmserve's --look-ahead (default: llmserve's default)")
+    add("--before", metavar="CHECKOUT", help="measure the llmserve of this folder, too")
     add("--seed", type=int, default=2028, help="draws prompts, their order, arrivals and predictions")
     add("--output", type=Path, help="write the results as JSON; the sections of other parts stay")
     add("--figures", metavar="PREFIX", help="draw PREFIX-burst.png, PREFIX-load.png, PREFIX-routers.png")

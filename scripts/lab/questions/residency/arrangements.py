@@ -1,0 +1,83 @@
+"""Ways to two vLLM servers: alone, behind vllm-router, behind llmserve; and the servers themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from kit.client import MODEL
+from kit.servers import Server, flags_of, front_end, running, vllm
+
+from llmserve.engines.process import free_ports
+
+DIRECT, EVENTS, BARE = "direct", "events", "bare"
+POLICIES = ("kv_aware", "cache_aware", "round_robin")
+NAMES = {
+    DIRECT: "each conversation at one engine",
+    EVENTS: "llmserve with KV events",
+    BARE: "llmserve without",
+    **{policy: f"vllm-router {policy}" for policy in POLICIES},
+}
+BLOCK_TOKENS = 32  # the smallest of vLLM on a CPU
+CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM server with a prefix cache, and where it publishes the changes of the cache."""
+
+    server: Server
+    events: str
+    replay: str
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+@asynccontextmanager
+async def engine(python: str, name: str, slots: int, cache_blocks: int) -> AsyncIterator[Engine]:
+    """python : an interpreter that has vLLM.  cache_blocks : of BLOCK_TOKENS tokens"""
+    events, replay = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "replay_endpoint": replay}
+    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", str(BLOCK_TOKENS)]
+    flags += ["--num-gpu-blocks-override", str(cache_blocks), "--kv-events-config", json.dumps(published)]
+    flags += ["--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT_TOKENS})]
+    async with vllm(python, name, slots, *flags, context_tokens=CONTEXT_TOKENS) as server:
+        yield Engine(server, events, replay)
+
+
+@asynccontextmanager
+async def engines(python: str, count: int, slots: int, cache_blocks: int) -> AsyncIterator[list[Engine]]:
+    async with AsyncExitStack() as stack:
+        starting = [engine(python, f"vLLM {index}", slots, cache_blocks) for index in range(count)]
+        yield [await stack.enter_async_context(one) for one in starting]
+
+
+@asynccontextmanager
+async def reached(arrangement: str, engines: Sequence[Engine], router: str) -> AsyncIterator[list[str]]:
+    """The URLs that take turns for the conversations of an arrangement. A server in front has learnt nothing."""
+    urls = [one.url for one in engines]
+    if arrangement == DIRECT:
+        yield urls
+        return
+    if arrangement in POLICIES:
+        flags = ["--policy", arrangement, "--log-level", "warning", "--worker-urls", *urls]
+        if arrangement == "kv_aware":
+            flags += flags_of("kv-event-source", [f"{one.url}={one.events}" for one in engines])
+            flags += flags_of("kv-event-replay-source", [f"{one.url}={one.replay}" for one in engines])
+            flags += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", MODEL]
+
+        def command(port: int) -> list[str]:
+            (other,) = free_ports(1)
+            return [router, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(other), *flags]
+
+        async with running(NAMES[arrangement], command, ready="/health") as server:
+            yield [server.url]
+        return
+    flags = ["--log-level", "warning", *flags_of("engine", urls)]
+    flags += ["--kv-events", *[one.events for one in engines]] if arrangement == EVENTS else []
+    async with front_end(NAMES[arrangement], *flags) as server:
+        yield [server.url]
