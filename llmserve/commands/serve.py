@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
+COLLECTED_AFTER = (10_000, 2)  # objects, and collections of new ones: each lasts under a millisecond, and is rare
 FIRST_WORD_S, WORD_EVERY_S = 3.0, 10.0  # while no engine is ready
 
 
@@ -117,6 +118,7 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
             await _wait_for_engine(cluster, url)
             starting = None
             gc.collect()
+            gc.set_threshold(*COLLECTED_AFTER)
             gc.freeze()  # loaded modules live forever: a full collection that scans these objects stalls every stream
             _print_address(cluster, url, with_key=config.server.api_key_file is not None)
             await stop.wait()
