@@ -142,6 +142,7 @@ class Answer(Protocol):
     retry_after  printable ASCII, as content_type
     headers      further ones for the client, with lower-case names
     complete     the whole body has arrived; parts of it may wait to be taken
+    goes_on      more of the body arrives: it is neither complete nor broken off
     served       fields of the receipt that the engine knows better: it is a server of llmserve itself
 
     heard_s      on the event loop's clock, when the last sign of the answer came, or the request was sent; None: that
@@ -158,6 +159,9 @@ class Answer(Protocol):
     def complete(self) -> bool: ...
 
     @property
+    def goes_on(self) -> bool: ...
+
+    @property
     def heard_s(self) -> float | None: ...
 
     def arrived(self) -> bool:
@@ -169,7 +173,7 @@ class Answer(Protocol):
         ...
 
     def take(self) -> bytes:
-        """The part of the body that has arrived and was not taken, of any size; b"" for nothing."""
+        """All of the body that has arrived and was not taken; b"" for nothing."""
         ...
 
     def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:

@@ -63,6 +63,11 @@ class HttpAnswer:
         return self._response.complete
 
     @property
+    def goes_on(self) -> bool:
+        response = self._response
+        return response.error is None and not response.complete
+
+    @property
     def heard_s(self) -> float | None:
         return self._response.heard_s
 

@@ -488,7 +488,8 @@ class HttpClient:
 
         idle_s : longest silence; None: the client's
         """
-        data = opening + (b"\r\n" if body is None else b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        framing = b"\r\n" if body is None else b"content-length: %d\r\n\r\n" % len(body)
+        data = b"".join((opening, framing, body or b""))
         response = Response(self, data, on_change, self.idle_s if idle_s is None else idle_s)
         connection = None if fresh else self._kept()
         if connection is not None:

@@ -254,6 +254,8 @@ class Forwarding:
                         return None
                 if usage.failed is not None:
                     return self._stream_failed(usage)
+                if answer.goes_on and not usage.over:  # all that has arrived was taken
+                    return None
             if not (answer.complete or usage.over):
                 return None
             if (whole := usage.end()) is not None:
