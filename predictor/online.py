@@ -115,7 +115,8 @@ class OnlineLearner:
 
     def _reading(self, prompt: Prompt) -> tuple[Features | None, tuple[bytes, ...]]:
         """The prompt's features and keys. Both stay the same while its sender's answers count, or do not."""
-        kept = self._readings.get(prompt)
+        # A long text is never kept, and takes long to hash.
+        kept = self._readings.get(prompt) if len(prompt.text) <= READING_CHARACTERS_MAX else None
         features = kept[1] if kept else self._text.read(prompt) if self._text else None
         shared = not (self._text and features) or self._text.counts(features)
         if kept and kept[0] == shared:
