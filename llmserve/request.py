@@ -59,6 +59,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = EVEN
     background: bool = False
     after_tokens: float = LAST
+    program: int = 0
+    parent: int = 0
+    kind: int = 0
+    step: int = 0
 
     @property
     def expected_tokens(self) -> float | None:

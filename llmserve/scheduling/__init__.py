@@ -26,5 +26,6 @@ trust        : whether predictions rank answers
 work         : the seconds of a slot that a request takes
 
 choice/     : which batch starts next, and on which engine
+programs/   : turns of agents, which are admitted by memory as wholes
 queues/     : where requests and batches wait
 """

@@ -60,6 +60,8 @@ class Admission:
         """Let a request wait that was not refused."""
         queues = self._group.queues[request.model]
         queued, queue = queues.admit(request, self._book.now_s)
+        if self._group.programs.arrived(queued, queues, self._book.now_s) and queues.load is not None:
+            queues.dirty = True
         queued.suspect = request.sender in self._faults.suspects
         self._book.by_id[request.id] = queued
         self._book.enter(queued, queues)

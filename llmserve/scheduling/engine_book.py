@@ -111,6 +111,7 @@ class EngineBook:
         state.close(expected=expected)
         self._closed(state)
         self._group.pool.residency.forget(state.info.name)
+        self._group.programs.lost(state.info.name)
         if state.loaded is not None:
             state.loaded.forget()
         again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
@@ -118,6 +119,7 @@ class EngineBook:
         state.remove(runs, self._book.now_s)
         for run in runs:
             if run.queued.cancelled:
+                self._group.programs.gone(run.queued)
                 self._book.forget([run.queued])
             elif run.queued.request.id in answered:
                 self._book.fail(run.queued, "engine_lost")

@@ -10,6 +10,7 @@ from itertools import count
 
 from llmserve.scheduling.engines import EnginePool, EngineState
 from llmserve.scheduling.fair import FairShares
+from llmserve.scheduling.programs.programs import Programs
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
@@ -22,6 +23,7 @@ class Group:
     tally       counts waiting requests
     present     requests that wait or run
     pool        the engines
+    programs    what is known of programs, and what engines keep for them
     rate        rate at which requests end
     arrived_in  queues in which requests have arrived since the last dispatch
     without_engine  queues of models that no working engine serves
@@ -33,6 +35,7 @@ class Group:
         self.tally = Tally()
         self.present = 0
         self.pool = EnginePool()
+        self.programs = Programs()
         self.rate = CompletionRate()
         self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []

@@ -67,6 +67,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     rest_s: float | None = None
     lost: bool = False
     cached_tokens: float | None = None
+    tools: tuple[str, ...] = ()
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):

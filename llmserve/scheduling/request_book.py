@@ -112,6 +112,8 @@ class RequestBook:
 
     def drop(self, queued: QueuedRequest) -> None:
         """Forget a request that does not run, and the queues of its model if no engine lists the model."""
+        if queued.turn is not None:
+            self._group.programs.gone(queued)
         self.forget([queued])
         if self.queues_of(queued).no_engine_since_s is not None:
             self._group.forget((queued.request.model,))

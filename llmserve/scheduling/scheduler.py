@@ -223,6 +223,8 @@ class Scheduler:
             pool.resting[event.engine] = engine
         engine.remove((run,), self._now_s)
         pool.refresh(engine, self._now_s)
+        if queued.turn is not None and event.outcome != "completed":
+            self.group.programs.left(queued, event.engine)
         if queued.cancelled:
             self._finish(event, engine, run)
         elif event.retryable and (event.refused or event.fault):
@@ -254,7 +256,14 @@ class Scheduler:
         if event.cached_tokens is not None:
             run.queued.cached_tokens = event.cached_tokens
         ran_s = math.inf if completed else self._now_s - run.started_at_s
-        self._book.queues_of(run.queued).true_up(run.queued, event.output_tokens, ran_s)
+        queued, queues = run.queued, self._book.queues_of(run.queued)
+        queues.true_up(queued, event.output_tokens, ran_s)
+        if queued.turn is not None:
+            programs, tokens = self.group.programs, event.output_tokens or queued.likely_tokens
+            if completed:
+                programs.answered(queued, engine, queues, tokens, event.tools, self._now_s)
+            else:
+                programs.gone(queued)
         self._book.end((run,))
         if completed:
             self._book.record_answers((run,), {event.request_id: event.output_tokens})

@@ -76,7 +76,7 @@ def test_the_spread_of_a_later_forecast_counts() -> None:
 
 def test_a_request_starts_with_its_last_forecast_and_keeps_everything_else() -> None:
     scheduler = one_by_one("shortest")
-    request = Request(1, 50.0, 90.0, (40.0, 50.0, 60.0), 12.0, 2, (3, 4), "", "mail")
+    request = Request(1, 50.0, 90.0, (40.0, 50.0, 60.0), 12.0, 2, (3, 4), 4.0, "", "mail")
     arrive(scheduler, Request(0), request)
     step(scheduler, revised({1: 8.0}), 1.0)
     (action,) = step(scheduler, RequestEnded("gpu0", 0, "completed", 9.0), 2.0)

@@ -83,11 +83,17 @@ class Choice:
         running requests, for idle engines wait until the plan lets a batch start.
         """
         now_s, per_token_s = self._now_s, queues.service.seconds_per_token
+        if queued.turn is not None:
+            engines = self._group.programs.home(queued, engines)
         fitting = [
             engine
             for engine in engines
-            if engine.fits(queued, now_s, per_token_s)
-            and (not is_oversize(queued, engine.info) or self._gets_token(queued, engine))
+            if (
+                self._has_room(queued, engine)
+                if self._group.programs.counts(engine, queued)
+                else engine.fits(queued, now_s, per_token_s)
+                and (not is_oversize(queued, engine.info) or self._gets_token(queued, engine))
+            )
         ]
         if queues.release.plans:
             fitting = [engine for engine in fitting if engine.running] or fitting
@@ -96,6 +102,10 @@ class Choice:
         if self._pool.sharing:
             fitting = [engine for engine in fitting if engine.has_loaded(queues.model)] or fitting
         return self._pool.preferred(fitting, queued.request)
+
+    def _has_room(self, queued: QueuedRequest, engine: EngineState) -> bool:
+        """Whether an engine has room for a step of a program beside the others (programs/programs.py)."""
+        return self._group.programs.fits(queued, engine, self._now_s)
 
     def _gets_token(self, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether an oversize request may start on an engine whose memory holds the request."""

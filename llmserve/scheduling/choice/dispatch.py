@@ -107,6 +107,8 @@ class Dispatch:
         turn = batch.key if engine.info.by_priority and not self.order.by_times else None
         started, requests = queues.start(batch, size, turn)
         engine.start(batch, requests, now_s)
+        for queued in requests:
+            group.programs.started(queued, engine, now_s)
         group.pool.sent(requests, engine)
         group.pool.refresh(engine, now_s)
         if engine.loaded is not None:

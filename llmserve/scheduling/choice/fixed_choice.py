@@ -32,6 +32,7 @@ class FixedChoice(Choice):
         self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
         self._skipped: set[FormedBatch] = set()  # batches that others may pass
         self._formed = False  # whether a batch has formed since the last look for the first batch began
+        self._lines: set[str] = set()  # names of engines on which a step of a program waits for room
         self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
@@ -63,6 +64,7 @@ class FixedChoice(Choice):
         be used, and after a start fewer batches wait in front.
         """
         self._skipped, self._blocked, self._alone = set(), frozenset(), alone
+        self._lines.clear()
 
     def _begin_alone(self) -> bool:
         """Try the skipped batches once more, now that no other can start. True at the first time."""
@@ -91,6 +93,13 @@ class FixedChoice(Choice):
             self._skipped.add(formed.set_apart(batch))
             return
         engines = self._willing(queues, batch, self._pool.free_for(model))
+        first, programs = batch.first, self._group.programs
+        in_room = first.turn is not None and any(engine.room > 0 for engine in engines)
+        if in_room and all(programs.counts(engine, first) for engine in engines):
+            if formed.set_apart_large(batch):
+                self._skipped.add(batch)
+                self._wait_for_room(first, engines)
+            return
         modest = [engine for engine in engines if not is_large(batch.first, engine.info)]
         if len(modest) == len(engines):
             self._block(model, self._pool.free_for(model))
@@ -98,6 +107,19 @@ class FixedChoice(Choice):
         if formed.set_apart_large(batch):
             self._skipped.add(batch)
             self._block(model, modest or self._token_for(batch.first, engines))
+
+    def _has_room(self, queued: QueuedRequest, engine: EngineState) -> bool:
+        if engine.info.name in self._lines and not self._group.programs.passes(queued, engine):
+            return False
+        return super()._has_room(queued, engine)
+
+    def _wait_for_room(self, first: QueuedRequest, engines: Sequence[EngineState]) -> None:
+        """Let no larger request pass this one, which waits for room in these engines."""
+        for engine in engines:
+            if engine.room > 0:
+                self._lines.add(engine.info.name)
+            if (at_s := self._group.programs.next_room_s(engine, self._now_s)) is not None:
+                self._rechecks_s.append(at_s)
 
     def _token_for(self, first: QueuedRequest, engines: Sequence[EngineState]) -> list[EngineState]:
         """Give a request that waits for memory the token of one of these engines. Returns the engine; []: no token is
@@ -261,7 +283,7 @@ class FixedChoice(Choice):
         if self.waits_for_another_engine(queues, batch):
             return True
         engines = self._willing(queues, batch, self._pool.free_for(queues.model))
-        return any(is_large(batch.first, engine.info) for engine in engines)
+        return batch.first.turn is not None or any(is_large(batch.first, engine.info) for engine in engines)
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.

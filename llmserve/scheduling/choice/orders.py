@@ -252,6 +252,8 @@ def boosted(queued: QueuedRequest) -> float:
     between two sorts of a queue. While no request has had to wait, and without forecasts, the order is first come,
     first served.
     """
+    if queued.turn is not None:
+        return queued.turn.key_s(queued.service_s)
     decay_s = queued.decay_s
     if decay_s <= 0.0:
         return queued.arrived_at_s

@@ -13,6 +13,7 @@ import msgspec
 
 from llmserve.request import Request
 from llmserve.scheduling.fair import NOBODY, Share, cost, dealt
+from llmserve.scheduling.programs.turn import Turn
 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
@@ -39,6 +40,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     retries, cancelled  how often an engine has failed, whether the client has gone
     failed_on        the first engine with a fault; "": none.  suspect : the request may be at fault (circuit.py)
     refused_by       names of the engines that have refused the request
+    turn             the request as a step of a program's turn; None while no programs come (programs/)
     share            the share that pays.  charged : to the share while the request runs, weighted tokens
     """
 
@@ -66,6 +68,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     refused_by: frozenset[str] = frozenset()
     share: Share = NOBODY
     charged: float = 0.0
+    turn: Turn | None = None
 
     @property
     def deadline_s(self) -> float:

@@ -1,0 +1,137 @@
+"""The ledger of one engine's KV cache: the tokens of running requests, and those kept for programs in a tool call.
+
+What several hold counts once: a prompt comes as the hashes of its blocks, each of all before it (`Request.blocks`), so
+the system prompt that a hundred programs share is in the ledger once, whoever holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+
+class Holding:
+    """What one program, or one request without a program, has in the ledger.
+
+    blocks   of the prompt.  more : tokens beyond these, with the answer
+    ended_s  when its last request ended; inf while a request runs
+    over_s   until when it is held for the next request; inf while a request runs
+    """
+
+    __slots__ = ("blocks", "ended_s", "more", "over_s")
+
+    def __init__(self, blocks: tuple[int, ...], more: int) -> None:
+        self.blocks, self.more = blocks, more
+        self.ended_s = self.over_s = math.inf
+
+    @property
+    def runs(self) -> bool:
+        return self.ended_s == math.inf
+
+
+class Ledger:
+    """The holdings of one engine, by holder. tokens : of all, whole, so that sums return to zero"""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._holdings: dict[int, Holding] = {}
+        self._users: dict[int, int] = {}  # holders of each block
+        self._block_tokens = 1
+
+    def __contains__(self, holder: int) -> bool:
+        return holder in self._holdings
+
+    def __iter__(self) -> Iterator[tuple[int, Holding]]:
+        return iter(self._holdings.items())
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def is_kept(self, holder: int) -> bool:
+        """Whether tokens are kept for a holder that runs nothing."""
+        holding = self._holdings.get(holder)
+        return holding is not None and not holding.runs
+
+    def need(self, holder: int, blocks: Sequence[int], block_tokens: int, more: int) -> int:
+        """Tokens that the ledger would grow by if the holder had these instead of what it has."""
+        missing = len(blocks) - self._leading(blocks)
+        holding = self._holdings.get(holder)
+        return missing * (self._block_tokens if self._users else block_tokens) + more - (holding.more if holding else 0)
+
+    def run(self, holder: int, blocks: tuple[int, ...], block_tokens: int, more: int) -> None:
+        """A request of the holder runs. block_tokens : the same for all, or nearly so: the first one's counts"""
+        if not self._users:
+            self._block_tokens = max(1, block_tokens)
+        self._put(holder, Holding(blocks, more))
+
+    def keep(self, holder: int, more: int, ended_s: float, over_s: float) -> None:
+        """The holder's request has ended; keep its tokens until `over_s`. more : as in Holding"""
+        holding = self._holdings.get(holder)
+        if holding is not None:
+            self.tokens += more - holding.more
+            holding.more, holding.ended_s, holding.over_s = more, ended_s, over_s
+
+    def drop(self, holder: int) -> None:
+        """Keep nothing for the holder."""
+        holding = self._holdings.pop(holder, None)
+        if holding is not None:
+            self.tokens -= holding.more
+            self._leave(holding.blocks)
+
+    def clear(self) -> None:
+        self.tokens = 0
+        self._holdings.clear()
+        self._users.clear()
+
+    def over(self, now_s: float) -> list[int]:
+        """Holders whose time is over, the one over longest first."""
+        over = [(holding.over_s, holder) for holder, holding in self._holdings.items() if holding.over_s <= now_s]
+        return [holder for _, holder in sorted(over)]
+
+    def next_over_s(self, now_s: float) -> float | None:
+        """When the next time is over; None: for nobody's."""
+        later_s = [holding.over_s for holding in self._holdings.values() if now_s < holding.over_s < math.inf]
+        return min(later_s, default=None)
+
+    def first_kept(self) -> int | None:
+        """The holder, of those that run nothing, whose request ended first; None: there is none."""
+        kept = [(holding.ended_s, holder) for holder, holding in self._holdings.items() if not holding.runs]
+        return min(kept)[1] if kept else None
+
+    def _put(self, holder: int, holding: Holding) -> None:
+        before = self._holdings.get(holder)
+        self._holdings[holder] = holding
+        users, here = self._users, 0
+        if before is not None:
+            self.tokens -= before.more
+            if holding.blocks[: len(before.blocks)] == before.blocks:
+                here = len(before.blocks)
+            else:
+                self._leave(before.blocks)
+        for block in holding.blocks[here:]:
+            count = users.get(block, 0)
+            users[block] = count + 1
+            if not count:
+                self.tokens += self._block_tokens
+        self.tokens += holding.more
+
+    def _leave(self, blocks: Sequence[int]) -> None:
+        users = self._users
+        for block in blocks:
+            count = users[block] - 1
+            if count:
+                users[block] = count
+            else:
+                del users[block]
+                self.tokens -= self._block_tokens
+
+    def _leading(self, blocks: Sequence[int]) -> int:
+        """How many of a prompt's blocks are in the ledger, from its first on."""
+        users, here, gone = self._users, 0, len(blocks) + 1
+        while gone - here > 1:
+            middle = (here + gone) // 2
+            if blocks[middle - 1] in users:
+                here = middle
+            else:
+                gone = middle
+        return here
