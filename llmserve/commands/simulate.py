@@ -9,6 +9,7 @@ confidence intervals, several settings (--sweep) a comparison, and --plot draws 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -38,6 +39,7 @@ from llmserve.simulation.kv_engine import KVEngine
 from llmserve.simulation.learning import SimulatedLearning
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import TRAINED
+from llmserve.simulation.program_run import run_programs
 from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
 from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
@@ -286,6 +288,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, SchedulingConfig, "scheduling", queue_requests_max=QUEUE_REQUESTS_MAX)
     add_flags(parser, DispatchConfig, "dispatching", skip={"profile"})  # --profile of the scenario is used instead
     add_flags(parser, Repetition, "several runs")
+    programs = parser.add_argument_group("programs")
+    programs.add_argument(
+        "--no-programs",
+        action="store_true",
+        help="with --programs: each request goes straight to the engine and waits there, in order of arrival under "
+        "--order fffs, else by the priority that the order gives",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--journal", type=Path, metavar="FILE", help="write every scheduling step, as JSON lines")
     output.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -303,6 +312,12 @@ def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> i
     repetition = convert(Repetition, _fields(Repetition, vars(args)))
     cases = [Case.of(flags, settings) for settings in swept(repetition.sweep)]
     several = bool(repetition.sweep) or repetition.seeds > 1
+    if cases[0].scenario.programs is not None:
+        if several or args.plot is not None:
+            raise ConfigError("programs: one run at a time, without --sweep, --seeds and --plot")
+        return _run_programs(cases[0], args)
+    if args.no_programs:
+        raise ConfigError("no-programs: there are no programs")
     if args.journal is not None and several:
         raise ConfigError("journal: only for a single run, without --sweep and --seeds")
     if args.plot is not None:
@@ -316,6 +331,15 @@ def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> i
     except KeyboardInterrupt:
         print("llmserve: interrupted", file=sys.stderr)
         return INTERRUPTED
+    return 0
+
+
+def _run_programs(case: Case, args: argparse.Namespace) -> int:
+    outcome = run_programs(case.scenario, case.scheduling, straight=args.no_programs, journal_path=args.journal)
+    if args.json:
+        print(json.dumps(outcome.summary()))
+    else:
+        Console().print(outcome.table())
     return 0
 
 

@@ -12,6 +12,8 @@ many         : many independent runs, in one process or in several
 observed     : the batches in a journal, for an engine's profile
 online       : the rows of a file as requests to a learner during a run
 predictions  : predicted lengths: the real ones, or lengths with a predictor's errors
+program_run  : one run of a world of programs
+programs     : worlds of programs: sessions whose next request depends on the end of the one before
 progress     : the progress of runs on a terminal
 prompt_rows  : files of prompts and the lengths of their answers
 report       : the results of a run, as a table or as a JSON object

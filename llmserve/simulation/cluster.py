@@ -176,7 +176,15 @@ class SimulatedCluster:
 
     def arrive(self, request: Request) -> None:
         """A request arrives now."""
-        self._step(RequestArrived(request if self._predict is None else self._predict(request)))
+        self._step(self._arrival(request))
+
+    def arrive_later(self, request: Request, at_s: float) -> None:
+        """A request arrives at this time, not before now. May be called as `notify`."""
+        assert at_s >= self.now_s, f"request {request.id} comes at {self.now_s}, too late for {at_s}"
+        self._schedule(_Scheduled(_Once(at_s, lambda: self._arrival(request))))
+
+    def _arrival(self, request: Request) -> RequestArrived:
+        return RequestArrived(request if self._predict is None else self._predict(request))
 
     def notify(self, event: Event, at_s: float) -> None:
         """Give the scheduler this event at this time. Events of one instant keep the order in which they were made.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -22,10 +22,12 @@ from llmserve.simulation.kv_engine import SEQUENCES_MAX, STEP_TOKENS, KVEngine, 
 from llmserve.simulation.kv_pool import Text
 from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.predictions import ONLINE, PREDICTIONS_HELP, TRAINED, Predictions, predict
+from llmserve.simulation.programs import World
 from llmserve.simulation.trace_files import FORMS, OWN
 
 EDGES_SAMPLE = 4_000  # lengths for the first edges
 LOAD_SAMPLE = 40_000  # lengths for an engine's capacity
+STRAIGHT = 10**6  # requests that an engine may hold that gets all at once
 SLOTS = 8  # of a refill engine without a KV cache
 STEP_FIELDS = ("step_s", "prefill_s", "prefill_s_per_token")
 EXCLUDED = {  # fields that cannot be set together with the field on the left
@@ -35,8 +37,10 @@ EXCLUDED = {  # fields that cannot be set together with the field on the left
     "trace": ("lengths", "prompts", "arrivals"),
     "trace_speed": ("arrival_rate", "load"),
     "prompts": ("lengths",),
+    "programs": ("trace", "prompts", "lengths", "arrivals", "load", "arrival_rate", "requests", "slo_s", "streaming"),
 }
 REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # defaults
+PROGRAMS_PROFILE, PROGRAMS_KV_TOKENS = "h100-llama-3.1-8b-contexts", 430_000  # what an H100 has left for this model
 DECIDED_ONLINE = ("lengths", "lengths_factor", "trace")  # fields that the rows of online:FILE decide
 BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions that mistake one bin for another
 KIND = re.compile(r"^(?:([1-9]\d*)x)?(.+?)(?::([1-9]\d*))?$")  # [COUNTx]PROFILE[:SLOTS]
@@ -94,6 +98,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             description="instead of lengths: file of prompts and the lengths of their answers, such as serve's "
             "--record writes (FILE[:COLUMN], as for llmserve train --data; COLUMN: the output tokens); each "
             "request is a row of the file; in a random order, all rows come before one comes again"
+        ),
+    ] = None
+    programs: Annotated[
+        str | None,
+        Meta(
+            description="instead of arrivals and lengths: file of sessions of agents and chats, JSON lines, plain or "
+            "compressed. Each request comes when the one before has been answered and its tool has been called. The "
+            "engine has a KV cache, and the results are times of turns; by default the profile is "
+            f"{PROGRAMS_PROFILE}, and kv-tokens {PROGRAMS_KV_TOKENS}",
+            extra={"metavar": "FILE"},
         ),
     ] = None
     slo_s: Annotated[
@@ -169,6 +183,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """The file whose rows are the requests."""
         return self.predictions.removeprefix(ONLINE) if self.learns else self.prompts
 
+    @property
+    def with_defaults(self) -> Scenario:
+        """The scenario with the engine that programs have where none is set."""
+        if self.programs is None:
+            return self
+        costs = (self.profile, self.engine, *[getattr(self, name) for name in STEP_FIELDS])
+        profile = self.profile if any(costs) else PROGRAMS_PROFILE
+        return msgspec.structs.replace(self, profile=profile, kv_tokens=or_default(self.kv_tokens, PROGRAMS_KV_TOKENS))
+
     def check(self) -> None:
         """Raises ConfigError on settings that contradict each other."""
         changed = {field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default}
@@ -185,6 +208,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("kv_tokens: only without barrier, and without load: memory decides what an engine serves")
         if self.kv_tokens is None and self.step_tokens is not None:
             raise ConfigError("step_tokens: only with kv_tokens")
+        if self.programs is not None and self.learns:
+            raise ConfigError(f"predictions {self.predictions!r}: programs have no prompts to learn from")
         if self.trace_speed is not None and self.trace is None:
             raise ConfigError("trace_speed: there is no trace to speed up")
         if self.predictions.startswith(TRAINED) and self.prompts is None:
@@ -254,8 +279,11 @@ class Workload:
 # ---- the requests -----------------------------------------------------------------------------------------------
 
 
-def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None) -> Workload:
+def prepare(
+    scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None, world: World | None = None
+) -> Workload:
     """The requests of the scenario. scheduling : resolved.  answers : the rows of scenario.rows_file, if it is set.
+    world : of scenario.programs; then the arrivals follow from the run
 
     Lengths, arrivals, predictions and clients have separate random streams: a change of one leaves the others the same.
     The first edges come from a sample of the same length distribution; a trained predictor would bring such a sample.
@@ -265,8 +293,8 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     scenario.check()
     streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(7)]
     lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng, streaming_rng = streams
-    if scenario.trace is not None:
-        trace = _replayed(scenario, scheduling)
+    if scenario.trace is not None or world is not None:
+        trace = _replayed(scenario, scheduling) if world is None else world.trace()
         rate_per_s = trace.rate_per_s
         drawn = Answers(trace.output_tokens, trace.input_tokens)
         sample = drawn.rows(sample_rng.permutation(len(drawn))[:EDGES_SAMPLE])
@@ -427,9 +455,13 @@ def engines(
     lengths: Sequence[float],
     streaming: Collection[int] = (),
     texts: Sequence[Text] | None = None,
+    *,
+    straight: bool = False,
+    on_first_token: Callable[[int, float], None] | None = None,
 ) -> list[SimulatedEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
-    streaming : ids of requests whose clients stream.  texts : prompts by request id; None: they share nothing
+    streaming : ids of requests whose clients stream.  texts : prompts by request id; None: they share nothing.
+    straight : all requests go to the engine at once, and wait there, by priority.  on_first_token : as in KVEngine
 
     Raises ConfigError on a profile that cannot be read, or that has fewer sequences than its engines have slots.
     """
@@ -439,13 +471,17 @@ def engines(
         costs = _costs(scenario, kind)
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(fleet)}", kind.slots, scenario.barrier, look_ahead, scenario.kv_tokens)
+            if straight:
+                info = msgspec.structs.replace(info, look_ahead=STRAIGHT, tokens_max=None, by_priority=True)
             if scheduling.uses_profiles:
                 info = msgspec.structs.replace(info, speeds={"": costs.times})
             if scenario.kv_tokens is None:
                 fleet.append(StepEngine(info, lengths, costs, streaming))
-            else:
-                limits = KVLimits(scenario.kv_tokens, or_default(scenario.step_tokens, STEP_TOKENS), kind.slots)
-                fleet.append(KVEngine(info, lengths, costs, limits, texts=texts, streaming=streaming))
+                continue
+            limits = KVLimits(scenario.kv_tokens, or_default(scenario.step_tokens, STEP_TOKENS), kind.slots)
+            fleet.append(
+                KVEngine(info, lengths, costs, limits, texts=texts, streaming=streaming, on_first_token=on_first_token)
+            )
     return fleet
 
 

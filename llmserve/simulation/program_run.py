@@ -1,0 +1,51 @@
+"""One run of a world of programs: the scheduler, its engines, and sessions that wait for them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from llmserve.errors import ConfigError
+from llmserve.live.journal import Header, Journal
+from llmserve.settings.policies import PLANNED, SchedulingConfig
+from llmserve.simulation import workload
+from llmserve.simulation.cluster import SimulatedCluster
+from llmserve.simulation.collector import collector_paused
+from llmserve.simulation.programs import Outcome, ProgramLoop, World, read_sessions
+from llmserve.simulation.scenario import Scenario, engines, prepare
+
+
+def run_programs(
+    scenario: Scenario, scheduling: SchedulingConfig, *, straight: bool = False, journal_path: Path | None = None
+) -> Outcome:
+    """Run the programs of scenario.programs to their ends. scheduling : resolved.
+
+    straight : the scheduler sends each request to an engine at once, and requests wait there.
+    Raises ConfigError on settings that contradict each other, LLMServeError when a program cannot go on.
+    """
+    assert scenario.programs is not None
+    if scheduling.release in PLANNED:
+        raise ConfigError(f"release {scheduling.release} follows plans, which are not made for programs")
+    scenario = scenario.with_defaults
+    world = World(read_sessions(scenario.programs or ""))
+    work = prepare(scenario, scheduling, world=world)
+    header = Header(scheduling, work.scores, work.lengths)
+    scheduler = header.scheduler()
+    lengths, texts = work.trace.output_tokens.tolist(), work.trace.texts
+    requests = [request for _, request in workload.requests(work.trace, work.predictions)]
+    loop = ProgramLoop(world, requests)
+    streaming = range(len(requests)) if scheduler.preempts else ()
+    timed_engines = engines(
+        scenario, scheduling, lengths, streaming, texts, straight=straight, on_first_token=loop.note_first_token
+    )
+    journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
+    cluster = SimulatedCluster(scheduler, list(timed_engines), journal=journal, on_step=loop)
+    try:
+        with collector_paused():
+            cluster.begin()
+            loop.begin(cluster.arrive_later)
+            cluster.advance(math.inf)
+    finally:
+        if journal is not None:
+            journal.close()
+    return loop.outcome()
