@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimates",),
     ("live",),
     ("observe",),
+    ("kv_events",),
     ("tenants",),
     ("gateway",),
     ("planning",),

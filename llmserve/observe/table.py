@@ -146,7 +146,15 @@ WEBHOOK = (  # webhook/part.py; only with a receiver
         "outcome",
     ),
 )
-COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS, *WEBHOOK)
+CACHES = (  # kv_events/part.py; only with --kv-events
+    _counter(
+        "engine_cache_events",
+        "What engines with --kv-events have told: messages, and those missed; blocks of prompts that were stored, and "
+        "dropped; how often the cache was cleared; prompts tied to the engine's blocks by its tokenizer",
+        *("engine", "event"),
+    ),
+)
+COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS, *WEBHOOK, *CACHES)
 
 # ---- read -----------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from llmserve.engines.part import Engines
 from llmserve.forecasts.part import Predictors, State
 from llmserve.gateway.part import Admitting, Sockets
 from llmserve.jobs.part import Jobs
+from llmserve.kv_events.part import KvEvents
 from llmserve.live.part import Live
 from llmserve.observe.part import AccessLog, Energy, Measurements, Traces, Usage
 from llmserve.part import Part
@@ -31,6 +32,7 @@ PARTS: Parts = (
     Usage(),
     Energy(),
     Measurements(),
+    KvEvents(),
     Keys(),
     Admitting(),
     Jobs(),

@@ -80,6 +80,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "NAME=MODEL"},
         ),
     ] = ()
+    kv_events: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="socket where a URL engine tells what its prefix cache stores and drops, and after a comma the "
+            "one that sends missed messages again (vLLM and SGLang: --kv-events-config, which no engine tells); "
+            "ENGINE is its HOST:PORT, needed with several. Without, the cache is what was sent to the engine",
+            extra={"metavar": "[ENGINE=]tcp://HOST:PORT[,tcp://HOST:PORT]"},
+        ),
+    ] = ()
     engine_args: Annotated[
         tuple[str, ...],
         Meta(description="arguments for vLLM; on the command line: all words after `--`", extra={"flag": False}),
@@ -170,6 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")
         aliases_of(self.alias)
+        kv_events_of(self.kv_events)
         self._check_plan()
 
     def _check_plan(self) -> None:
@@ -199,3 +209,18 @@ def aliases_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"alias: {text!r} is given twice")
         aliases[name] = (*aliases.get(name, ()), model)
     return aliases
+
+
+SOCKET = re.compile(r"(tcp://[^\s,=/]+:\d+|ipc://[^\s,]+)", re.ASCII)
+
+
+def kv_events_of(texts: Iterable[str]) -> list[tuple[str, tuple[str, str]]]:
+    """(engine, (socket, replay socket)) of each; engine "": the only one, replay "": none. Raises ConfigError."""
+    found = []
+    for text in texts:
+        engine, separator, sockets = text.rpartition("=")
+        endpoint, _, replay = sockets.partition(",")
+        if not SOCKET.fullmatch(endpoint) or (replay and not SOCKET.fullmatch(replay)) or (separator and not engine):
+            raise ConfigError(f"kv_events: {text!r} is not [ENGINE=]tcp://HOST:PORT[,tcp://HOST:PORT]")
+        found.append((engine, (endpoint, replay)))
+    return found
