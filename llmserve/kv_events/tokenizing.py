@@ -51,7 +51,9 @@ class Tokenizing:
         """Take note of a call that the engine has answered."""
         call, counts = in_flight.call, in_flight.measured.counts
         told = counts.prompt_tokens if counts is not None else None
-        if self._absent or call.wire.path not in PATHS or not told or self._chains.knows(call.blocks):
+        if self._absent or not self._chains.block_size or call.wire.path not in PATHS:
+            return
+        if not told or self._chains.knows(call.blocks):
             return
         self._waiting.append((call, told))
         if self._task is None or self._task.done():

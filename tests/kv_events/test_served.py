@@ -1,5 +1,6 @@
 """A server in front of an engine that tells what its prefix cache stores and drops."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,13 +56,18 @@ async def ask(front: Front) -> None:
         assert response.status == 200
 
 
-async def metrics(front: Front) -> str:
-    async with front.session.get(front.url + "/metrics") as response:
-        return str(await response.text())
+async def counted(front: Front, engine: str, event: str, number: int) -> None:
+    """Wait until the metric has counted so many."""
+    line, text = f'llmserve_engine_cache_events_total{{engine="{engine}",event="{event}"}} {number}.0\n', ""
+    async with asyncio.timeout(30.0):
+        while line not in text:
+            async with front.session.get(front.url + "/metrics") as response:
+                text = await response.text()
 
 
-def changes(front: Front) -> list[CacheChanged]:
-    return [step.event for step in front.cluster.journal.steps if isinstance(step.event, CacheChanged)]
+def drops(front: Front) -> list[CacheChanged]:
+    events = [step.event for step in front.cluster.journal.steps]
+    return [event for event in events if isinstance(event, CacheChanged) and event.removed]
 
 
 async def test_the_end_of_a_prompt_that_the_engine_drops_is_no_hit(start_front: StartFront, tmp_path: Path) -> None:
@@ -74,20 +80,22 @@ async def test_the_end_of_a_prompt_that_the_engine_drops_is_no_hit(start_front: 
         front = await start_front(engines=EngineConfig(engine=(url,), slots=8, kv_events=(sockets,)))
         await publisher.followed()
         name = url.removeprefix("http://")
+        await publisher.tell(stored([1_000], list(range(BLOCK))))
+        await counted(front, name, "messages", 1)
         await ask(front)
         tokens = tokens_of(fake.bodies[-1])
         hashes = list(range(len(tokens) // BLOCK))
         await publisher.tell(stored(hashes, tokens[: BLOCK * len(hashes)]))
-        while f'llmserve_engine_cache_events_total{{engine="{name}",event="tied"}} 1.0' not in await metrics(front):
-            pass
+        await counted(front, name, "tied", 1)
+        await counted(front, name, "messages", 2)
         await ask(front)
         await ask(front)
         assert len(bodies) == 1, "a prompt that is tied is not asked for again"
         blocks = front.cluster.scheduler.group.pool.residency._cache(name).blocks
         assert len(blocks) == 4
         await publisher.tell(removed(*reversed(hashes[4:])))
-        await until(lambda: bool(changes(front)))
-        [change] = changes(front)
+        await until(lambda: bool(drops(front)))
+        [change] = drops(front)
         assert (change.engine, len(change.removed)) == (name, 3)
         assert len(blocks) == 1, "4 of the engine's blocks have one of the prompt's, of some 100 tokens"
 
@@ -101,6 +109,9 @@ async def test_an_engine_without_a_tokenizer_is_asked_once(
         Publisher(tmp_path).running() as publisher,
     ):
         front = await start_front(engines=EngineConfig(engine=(url,), slots=8, kv_events=(publisher.endpoint,)))
+        await publisher.followed()
+        await publisher.tell(stored([1_000], list(range(BLOCK))))
+        await counted(front, url.removeprefix("http://"), "messages", 1)
         for number in range(3):
             await ask(front)
             await until(lambda: "has no /tokenize" in caplog.text)
