@@ -4,18 +4,18 @@ A front-end sees when it sends a request, when a stream begins, and when an answ
 in the order of their arrival, so the time that a request takes there tells how many run at once:
 
     asked    requests in flight when the request was sent, itself included
-    service  seconds from a request's slot to the first token of a stream; or to the end of a whole answer, for each of
-             its tokens. Measured on requests that had room
+    service  seconds from a request's slot to the first token of a stream. Measured on requests that had room
     had      requests that ran at once when the request got its slot. had < asked: the request has waited, and the
              engine has `had` slots
 
 A stream got its slot `service` before its first token, so the answers that had ended by then do not count. Of a whole
-answer only the end is seen: of `asked` requests that take `seconds` each, asked * service / seconds run (Little's law).
+answer only the end is seen, and its tokens. Each number of slots says when each request got its slot; under the right
+number the answers have about the same pace (whole_answers.py).
 
-The number doubles, from few on, as soon as that many streams advance at once, which proves that many slots: a time to
-first token for each step. When a request waits, the limit is found. Then the learner holds the number, and tries a few
-requests more from time to time, ever less often while these wait. The number falls when requests wait although no more
-are in flight than the number. Whole answers prove nothing, so the rates of two numbers are compared, also downwards.
+The number doubles, from few on, as soon as it is seen that as many run at once: streams that advance at once prove it,
+a time to first token for each step; of whole answers, their likelihood. When a request waits, the limit is found. Then
+the learner holds the number, and tries a few requests more from time to time, ever less often while these wait. The
+number falls when requests wait although no more are in flight than the number; where answers are whole, a try shows it.
 
 What an engine tells of itself comes first: a number of slots is a fact, and where an engine counts the requests that
 run and wait in it, answers only prove slots.
@@ -27,7 +27,10 @@ import math
 from bisect import bisect_right
 from typing import Any
 
+import numpy as np
+
 from llmserve.engines.dialects import Told
+from llmserve.engines.whole_answers import Explained, Pace, WholeAnswers
 
 SLOTS_FIRST = 2  # before anything is known: a second request shows whether the engine runs more than one
 SLOTS_MAX = 1 << 16  # no engine has as many: an engine that always claims to be full must not grow without end
@@ -39,19 +42,17 @@ GROWTH = 1.25  # the same factor after requests have waited inside the engine on
 LATE = 1.25  # times the service: a stream that begins later than this has waited
 ALL_STREAMS = 0.95  # share of streams among the answers from which on the streams that advance are all that runs
 STREAMS_LEAST = 0.25  # the share below which whole answers are looked at
-SHARE_MEMORY = 20  # answers after which the weight of an observed share has fallen to a third
-PACE_MEMORY = 32  # the same of a pace
-STREAM_STEP, WHOLE_STEP = 0.06, 0.25  # of the slots: how many more, or fewer, are tried
+LATEST_LEAST = 1 / 20  # weight of the latest answer in the share of streams
+TRY_STEP = 0.06  # of the slots: how many more are tried
 STEP_PAYS = 0.5  # of what a step would bring if there is room: what it must bring with streams
-WHOLE_PAYS, WHOLE_PAYS_FEW, WHOLE_TRY_PAYS = (
-    0.06,
-    0.12,
-    0.15,
-)  # with whole answers: in the search, with few slots; later
-CLEAR = 0.6  # the same share, from which on one whole answer is enough
-SAME = 0.1  # the same share, below which fewer slots do as well
-FEW = 4  # slots, up to which a burst of whole answers is judged as it comes
-PAUSE_FIRST, PAUSE_MOST = 16, 256  # answers between two tries
+NEARLY_ALL = 0.9  # of the limit: a number of slots from which on the limit may be doubled
+GROW_ODDS, FOUND_ODDS, SURE_ODDS = 1.5, 4.0, 6.0  # logarithms of odds: to double; to stop, after some answers; at once
+MORE_ODDS, FEWER_ODDS = 2.5, 4.0  # the same, to take a larger or a smaller number in a try
+ANSWERS_LEAST = 4  # whole answers before the numbers are compared, but for sure odds
+ANSWERS_SHARE = 1 / 16  # the same, as a share of the number
+LOADED = 0.8  # of the slots: the least in flight for a whole answer to count in a try
+TRY_ANSWERS = 8  # whole answers after which a try is over, or as many as slots
+PAUSE_FIRST, PAUSE_ONE, PAUSE_MOST = 16, 64, 512  # answers between two tries: at first; of one slot at first; at most
 WITNESSES_MAX = 8  # requests that have waited, before the number follows
 TOLD_AHEAD, TOLD_AHEAD_SLOTS = 2, 20  # where an engine counts them, two that wait show at any time that it is full
 WAY_SPARED = 0.02  # of an answer's time: a way to the engine that costs less needs no look-ahead
@@ -93,44 +94,23 @@ class _Least:
         self.value = min(value, 1.01 * self.value)
 
 
-class _Pace:
-    """Seconds for each token, by the sums of both over the last answers."""
-
-    __slots__ = ("seconds", "tokens")
-
-    def __init__(self) -> None:
-        self.seconds = self.tokens = 0.0
-
-    def observe(self, seconds: float, tokens: float) -> None:
-        keep = 1.0 - 1.0 / PACE_MEMORY
-        self.seconds, self.tokens = keep * self.seconds + seconds, keep * self.tokens + tokens
-
-    @property
-    def value(self) -> float | None:
-        return self.seconds / self.tokens if self.seconds > 0.0 else None
-
-
 class _Level:
     """What was seen since the number has changed, or since a try has begun.
 
     waited    `had` of requests that have waited.  unproven : streams that began in time, but beside too few others
     peak      most that were seen at once.  most : most `had` of the tests
-    tests     answers that were asked for more than was proven; asked, had : their sums.  pace : of these
-    settled   whether the burst that follows a change is over
+    tests     streams that were asked for more than was proven; asked, had : their sums
+    answers   whole answers to requests that were sent since
     """
 
-    __slots__ = ("asked", "had", "most", "pace", "peak", "settled", "since_s", "tests", "unproven", "waited")
+    __slots__ = ("answers", "asked", "had", "most", "peak", "since_s", "tests", "unproven", "waited")
 
-    def __init__(self, since_s: float) -> None:
+    def __init__(self, since_s: float, due: int) -> None:
         self.since_s = since_s
         self.waited: list[float] = []
         self.unproven = self.peak = self.most = 0
-        self.settled = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Count the tests anew."""
-        self.tests, self.asked, self.had, self.pace = 0, 0.0, 0.0, _Pace()
+        self.tests, self.asked, self.had = 0, 0.0, 0.0
+        self.answers = WholeAnswers(due)
 
     def test(self, asked: float, had: float) -> tuple[float, float]:
         """Add a test. Returns the means so far of what was asked and had."""
@@ -148,6 +128,8 @@ class SlotsLearner:
     look_ahead  a constant look-ahead; None: as many as the way to the engine costs
     in_order    the engine starts its requests in the order of their arrival; False: only streams that advance count
 
+    slots       the number
+    look_ahead  requests to send beyond the slots: what the way costs, and what is tried
     found       the limit was found: before, there may be far more slots
     """
 
@@ -159,7 +141,7 @@ class SlotsLearner:
         self._told: tuple[int, int] | None = None  # requests that run and wait, as the engine told last
         self._running: dict[int, _Sent] = {}
         self._advancing = 0  # streams that have begun and not ended
-        self._streams: float | None = None  # share among the answers
+        self._streams, self._latest = 0.0, 1.0  # share of streams among the answers; weight of the latest
         self._ends: list[float] = []
         self._ends_forgotten, self._ends_due = 0, ENDS_LOOKED
         self._now_s = -math.inf
@@ -167,39 +149,30 @@ class SlotsLearner:
         self._answer_s = _Typical()  # from the first token of a stream to its end
         self._sent_s, self._freed_s = _Least(), _Least()  # to a first token: from the request, and from the slot's end
         self._way_ahead = 0
-        self._pace = _Pace()  # of whole answers, at this number of slots
+        self._pace: Pace | None = None  # of whole answers, when the number was last looked at
         self._search()
 
     def _search(self) -> None:
         """Take the number as a guess."""
         self._proven = self._number if self.found else 1
         self._pause = self._hold = PAUSE_FIRST
-        self._down = True  # whether the last try was of fewer slots
         self._begin()
 
-    def _begin(self) -> None:
-        self._level, self._tried = _Level(self._now_s), 0
+    def _begin(self, tried: int = 0) -> None:
+        """Look anew. tried : requests beyond the number"""
+        due = max(2 if self.found else 1, math.ceil(ANSWERS_SHARE * self._number))
+        self._level, self._tried = _Level(self._now_s, due), tried
+        self._follow()
 
-    @property
-    def slots(self) -> int:
-        """The number, or fewer while fewer are tried."""
-        return self._number + min(0, self._tried)
-
-    @property
-    def look_ahead(self) -> int:
-        """Requests to send beyond the slots: what the way costs, and what is tried."""
-        return self._ahead + max(0, self._tried)
-
-    @property
-    def _ahead(self) -> int:
+    def _follow(self) -> None:
+        """Let what is told to the scheduler follow the number, the try and the way."""
+        self._counted = self._told is not None and self._number >= TOLD_AHEAD_SLOTS
+        self._ends_tell = self._in_order and not self._fixed and not self._counted
         if self._look_ahead is not None:
-            return self._look_ahead
-        return TOLD_AHEAD if self._counted else self._way_ahead
-
-    @property
-    def _counted(self) -> bool:
-        """Whether the engine's own counts are enough, so that nothing need be tried."""
-        return self._told is not None and self._number >= TOLD_AHEAD_SLOTS
+            self._ahead = self._look_ahead
+        else:
+            self._ahead = TOLD_AHEAD if self._counted else self._way_ahead
+        self.slots, self.look_ahead = self._number, self._ahead + self._tried
 
     # ---- what answers show ----
 
@@ -215,7 +188,9 @@ class SlotsLearner:
             return
         sent.began_s = self._now_s = now_s
         self._advancing += 1
-        self._streams = 1.0 if self._streams is None else self._streams + (1.0 - self._streams) / SHARE_MEMORY
+        self._streams += (1.0 - self._streams) * self._latest
+        if self._latest > LATEST_LEAST:
+            self._latest /= 1.0 + self._latest
         took_s, asked = now_s - sent.at_s, sent.asked
         service_s, since = self._first_s.value or took_s, max(0, sent.ended - self._ends_forgotten)
         ended, had = len(self._ends) - since, asked
@@ -238,15 +213,16 @@ class SlotsLearner:
         if sent is None:
             return
         self._now_s = now_s
+        self._ends.append(now_s)
         if sent.began_s is not None:
             self._advancing -= 1
             self._answer_s.observe(now_s - sent.began_s)
-        elif tokens > 0 and now_s > sent.at_s:
-            self._streams = 0.0 if self._streams is None else self._streams - self._streams / SHARE_MEMORY
-            counts = sent.at_s >= self._level.since_s and self._in_order and not self._counted and not self._fixed
-            if counts and self._streams < STREAMS_LEAST:
-                self._whole(sent.asked, now_s - sent.at_s, tokens)
-        self._ends.append(now_s)
+        elif tokens > 0:
+            self._streams -= self._streams * self._latest
+            if self._latest > LATEST_LEAST:
+                self._latest /= 1.0 + self._latest  # a mean at first
+            if self._streams < STREAMS_LEAST and self._ends_tell and sent.at_s >= self._level.since_s:
+                self._whole(sent, now_s, tokens)
         if len(self._ends) >= self._ends_due:
             self._forget_ends()
 
@@ -274,6 +250,7 @@ class SlotsLearner:
         if running is None or waiting is None:
             return
         before, self._told = self._told or (0, 0), (running, waiting)
+        self._follow()
         full = running >= self._number and not waiting and (self._counted or not self.found)
         if min(before[1], waiting) > self.look_ahead:  # twice: a reading may fall before a request's first step
             self._set(max(before[0], running))
@@ -288,7 +265,7 @@ class SlotsLearner:
     def restarted(self) -> None:
         """The engine has lost its requests. It may come back with other slots, so the search begins anew."""
         self._running.clear()
-        self._advancing, self._told, self._pace = 0, None, _Pace()
+        self._advancing, self._told, self._pace = 0, None, None
         self.found = self._fixed
         if not self._fixed:
             self._number = SLOTS_FIRST
@@ -302,12 +279,11 @@ class SlotsLearner:
         level.peak = max(level.peak, seen)
         if self._fixed:
             self._try_streams(asked, had)
-            self._next_try(asked, STREAM_STEP)
+            self._next_try(asked)
         elif seen >= slots and not self.found:
             self._double(seen)
         elif seen > slots:
-            self._set(seen)
-            self._tried = max(1, round((GROWTH - 1.0) * seen))
+            self._set(seen, tried=max(1, round((GROWTH - 1.0) * seen)))
         elif self._counted or not self._in_order:
             return
         elif not self.found:
@@ -320,11 +296,11 @@ class SlotsLearner:
         elif self._tried > 0 and asked > slots + self._ahead:
             self._try_streams(asked, had)
         else:
-            if had < asked and had < slots - max(0.25, STREAM_STEP * slots):
+            if had < asked and had < slots - max(0.25, TRY_STEP * slots):
                 self._waited(had, slots)
             elif level.waited:
                 level.waited.pop()
-            self._next_try(asked, STREAM_STEP)
+            self._next_try(asked)
 
     def _try_streams(self, asked: int, had: int) -> None:
         """Judge a try by the streams that were sent for it."""
@@ -338,76 +314,70 @@ class SlotsLearner:
         if level.tests < (1 if not pays and slots < WITNESSES_MAX * 2 else max(2, tried)):
             return
         if pays and not self._fixed:
-            self._set(level.most)
-            self._tried = 2 * tried
+            self._set(level.most, tried=2 * tried)
         else:
-            self._rest(0)
             way = (self._sent_s.value - self._freed_s.value) / (self._answer_s.value or math.inf)
             self._way_ahead = max(0, math.ceil(slots * (way - WAY_SPARED))) if math.isfinite(way) else 0
+            self._rest(0)
 
-    def _whole(self, asked: int, seconds: float, tokens: float) -> None:
-        """A whole answer has come, to a request that was sent at this number of slots."""
-        slots, level = self._number, self._level
-        if self.found and not 0.8 * (limit := slots + self._ahead + self._tried) <= asked <= limit:
-            return  # the engine was emptier or fuller than the number says
+    def _whole(self, sent: _Sent, now_s: float, tokens: float) -> None:
+        """A whole answer has come, to a request that was sent at this limit."""
         if self.found and not self._tried:
-            self._pace.observe(seconds, tokens)
-            self._next_try(slots, WHOLE_STEP, down=not self._down and slots > 1)
-        elif asked <= self._proven and self._tried >= 0:
-            if not self.found:
-                self._pace.observe(seconds, tokens)
-        else:
-            level.pace.observe(seconds, tokens)
-            level.peak = max(level.peak, asked)
-            asked_mean, _ = level.test(asked, asked)
-            pace, tried = self._pace.value, level.pace.value
-            assert tried is not None, "observed above"
-            self._judge(asked_mean, (pace or tried) / tried)
-
-    def _judge(self, asked: float, ratio: float) -> None:
-        """Judge more, or fewer, requests by their paces. ratio : of the pace before to theirs; 1: as fast as before"""
-        slots, level = self._number, self._level
-        base = slots if self.found else self._proven
-        full = base / asked
-        share = (
-            (ratio - full) / (1.0 - full) if asked != base else 1.0
-        )  # 0: no gain at all; 1: as much as there is room
-        if not self.found:
-            if share <= CLEAR and not self._burst_is_over(share):
-                return
-            if share > (WHOLE_PAYS_FEW if slots <= 16 else WHOLE_PAYS):
-                self._pace = level.pace
-                self._double(level.peak)
+            self._next_try(sent.asked)
+            return
+        slots, answers = self._number, self._level.answers
+        limit = slots + self.look_ahead
+        if sent.asked < (LOADED * slots if self.found else self._proven):
+            return  # too few were in flight to tell numbers apart
+        if answers.add(sent.asked + sent.ended, sent.at_s, now_s, tokens):
+            answers.due += answers.due if self.found else max(1, answers.due // 2)
+            least = max(1, (slots if self.found else self._proven) // 2)
+            explained = answers.explain(least, limit, self._ends, self._ends_forgotten, self._pace)
+            if self.found:
+                self._judge_try(explained, limit)
             else:
-                self._set(max(self._proven, round(min(1.0, ratio) * asked)))
-                self.found, self._pace = True, _Pace()
-        elif level.tests >= max(WITNESSES_MAX, slots // 2):
-            more = self._tried > 0
-            if share > WHOLE_TRY_PAYS if more else share < SAME:
-                self._pace = level.pace
-                self._set(max(slots + 1, round(min(1.0, ratio) * asked)) if more else slots + self._tried)
-                self._hold, self._down = max(WITNESSES_MAX, self._number // 2), more  # on in the same direction
-            else:
-                self._rest(slots)
+                self._judge_search(explained, limit)
 
-    def _burst_is_over(self, share: float) -> bool:
-        """Whether enough whole answers were seen: where slots are many, of requests sent after the first burst."""
-        slots, level = self._number, self._level
-        if slots > FEW and not level.settled:
-            if level.tests >= slots - self._proven:
-                level.settled = True
-                level.forget()
-            return False
-        at_once = slots <= SLOTS_FIRST and share < SAME
-        return at_once or level.tests >= max(WITNESSES_MAX, slots // 2)
+    def _judge_search(self, explained: Explained, limit: int) -> None:
+        """Double the limit where as many run at once, or stop at the number that explains the answers."""
+        best, nearly_all = explained.best(), explained.numbers > NEARLY_ALL * limit - 0.5
+        if nearly_all[best]:
+            if explained.odds(best, ~nearly_all) >= GROW_ODDS:
+                self._pace = explained.pace(-1)
+                self._double(limit)
+            return
+        odds = explained.odds(best, explained.numbers == limit)
+        if odds >= SURE_ODDS or (odds >= FOUND_ODDS and len(self._level.answers) >= ANSWERS_LEAST - 1):
+            self._pace, self.found = explained.pace(best), True
+            self._set(int(explained.numbers[best]))
+
+    def _judge_try(self, explained: Explained, limit: int) -> None:
+        """Take another number that explains the answers better, or end a try in which requests have only waited."""
+        slots, count = self._number, len(self._level.answers)
+        best, here = explained.best(), int(np.argmin(abs(explained.numbers - slots)))
+        number = int(explained.numbers[best])
+        odds = explained.odds(best, explained.numbers == explained.numbers[here])
+        if best != here and odds >= (MORE_ODDS if number > slots else FEWER_ODDS):
+            if count >= max(ANSWERS_LEAST, 0 if number > slots else slots // 2):
+                self._pace = explained.pace(best)
+                if number < limit and abs(number - slots) <= TRY_STEP * slots:
+                    self._number = self._proven = number
+                    self._rest(number)  # hardly another number: tries become more seldom all the same
+                else:
+                    self._set(number, tried=2 * self._tried if number >= limit else 0)
+        elif count >= max(TRY_ANSWERS, slots) or (
+            best == here and count > 1 and explained.odds(here, explained.numbers != number) >= SURE_ODDS
+        ):
+            self._pace = explained.pace(here)
+            self._rest(slots)
 
     # ---- changes of the number ----
 
-    def _set(self, slots: float) -> None:
-        """Take a number that is found."""
+    def _set(self, slots: float, *, tried: int = 0) -> None:
+        """Take a number that is found. tried : go on to try so many more"""
         self._number = self._proven = max(1, min(SLOTS_MAX, round(slots)))
-        self._pause = self._hold = PAUSE_FIRST
-        self._begin()
+        self._pause = self._hold = PAUSE_FIRST if self._number > 1 else PAUSE_ONE
+        self._begin(tried)
 
     def _double(self, proven: int) -> None:
         """Search on above a number that was proven."""
@@ -423,20 +393,20 @@ class SlotsLearner:
             self._set(middle if self.found else max(self._proven, middle))
             self.found = True
 
-    def _next_try(self, asked: int, step: float, *, down: bool = False) -> None:
+    def _next_try(self, asked: int) -> None:
         """Count an answer of a full engine; begin a try when there were enough."""
         if self._tried or asked < self._number:
             return
         self._hold -= 1
         if self._hold <= 0:
-            self._begin()
-            self._tried, self._down = max(1, round(step * self._number)) * (-1 if down else 1), down
+            self._begin(max(1, round(TRY_STEP * self._number)))
 
     def _rest(self, least: int) -> None:
         """End a try that was for nothing: the next comes later. least : answers until then"""
         self._tried = 0
         self._hold = max(self._pause, least)
         self._pause = min(2 * self._pause, PAUSE_MOST)
+        self._follow()
 
     # ---- state ----
 

@@ -59,6 +59,14 @@ class Engine:
             self._running[request_id] = tokens
             heapq.heappush(self._events, (self.now_s + self._first_s, request_id, False))
 
+    def restart(self, slots: int) -> None:
+        """Lose all requests, and come back with other slots."""
+        self.slots = slots
+        self._waiting.clear()
+        self._running.clear()
+        self._events.clear()
+        self.learner.restarted()
+
     def step(self) -> bool:
         """Let the next stream begin, or the next answer end. Returns whether one has ended."""
         self.now_s, request_id, ends = heapq.heappop(self._events)
@@ -128,11 +136,11 @@ def test_few_requests_in_flight_prove_no_limit() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (1, 8), (4, 8)])
 def test_the_number_follows_a_restart_with_other_slots(before: int, after: int) -> None:
-    learner = SlotsLearner()
-    Engine(before, learner, tokens=lengths()).answer(100)
-    learner.restarted()
-    Engine(after, learner, tokens=lengths()).answer(20)
-    assert learner.slots == after
+    engine = Engine(before, SlotsLearner(), tokens=lengths())
+    engine.answer(100)
+    engine.restart(after)
+    engine.answer(20)
+    assert engine.learner.slots == after
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (64, 8), (8, 64), (1, 4)])
@@ -146,7 +154,7 @@ def test_the_number_follows_an_engine_that_changes_unseen(before: int, after: in
 
 def test_more_slots_are_tried_ever_more_seldom() -> None:
     engine, tries = Engine(1, SlotsLearner()), []
-    for answers in range(1, 500):
+    for answers in range(1, 700):
         before = engine.learner.look_ahead
         engine.answer(1)
         if engine.learner.look_ahead > before:
@@ -160,17 +168,45 @@ def test_more_slots_are_tried_ever_more_seldom() -> None:
 # ---- whole answers ----
 
 
-@pytest.mark.parametrize("slots", [1, 4, 8])
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 20, 100])
 def test_the_slots_of_an_engine_that_answers_whole_are_found(slots: int) -> None:
     engine = Engine(slots, SlotsLearner(), streams=False, tokens=lengths())
-    engine.answer(300)
-    assert engine.learner.slots == pytest.approx(slots, rel=0.3)
+    engine.answer(20 if slots <= 8 else 6 * slots)
+    assert engine.learner.slots == pytest.approx(slots, abs=0.1 * slots)
+    assert engine.learner.found
 
 
-def test_an_engine_that_answers_whole_gets_more_requests_while_more_bring_more() -> None:
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (1, 8), (4, 8)])
+def test_whole_answers_tell_the_slots_after_a_restart(before: int, after: int) -> None:
+    engine = Engine(before, SlotsLearner(), streams=False, tokens=lengths())
+    engine.answer(100)
+    engine.restart(after)
+    engine.answer(20)
+    assert engine.learner.slots == after
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 16), (1, 4)])
+def test_whole_answers_show_that_the_slots_have_changed_unseen(before: int, after: int) -> None:
+    engine = Engine(before, SlotsLearner(), streams=False, tokens=lengths())
+    engine.answer(100)
+    engine.slots = after
+    engine.answer(600)
+    assert engine.learner.slots == pytest.approx(after, rel=0.2)
+
+
+def test_an_engine_that_answers_whole_is_full_after_few_rounds() -> None:
     engine = Engine(512, SlotsLearner(), streams=False, tokens=lengths())
-    engine.answer(1_500)
-    assert engine.learner.slots > 300
+    engine.answer(2_000)
+    assert engine.learner.slots >= 0.95 * 512
+
+
+def test_few_whole_answers_at_once_prove_no_limit() -> None:
+    engine = Engine(100, SlotsLearner(), streams=False, tokens=lengths())
+    for _ in range(80):
+        while engine.in_flight < min(3, engine.learner.slots):
+            engine.send()
+        engine.step()
+    assert not engine.learner.found
 
 
 # ---- the way to the engine ----
