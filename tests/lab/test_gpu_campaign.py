@@ -187,12 +187,14 @@ def test_the_committed_page_is_that_of_the_committed_results() -> None:
 
 
 def run_on_machine(folder: Path, minutes: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """scripts/lab/gpu/run with an empty folder of wheels: pip is a stand-in, as all packages are here."""
+    """scripts/lab/gpu/run with an empty folder of wheels: pip is a stand-in, as all packages are here, and nothing is
+    imported before the campaign, for this disk has torch in its cache.
+    """
     wheels, programs = folder / "wheels", folder / "bin"
     for made in (wheels, programs):
         made.mkdir(exist_ok=True)
     python = programs / "python3"
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || [ "$2" = pip ] || exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return subprocess.run(
         [GPU / "run", wheels, folder / "out", "--minutes", minutes, "--tiny", "--parts", "predictor"],
