@@ -154,9 +154,11 @@ class _Stretch:
 class KVEngine:
     """An engine of given costs and limits. `next_end_s` is read after each call, as the cluster does.
 
-    lengths : output tokens by request id, rounded to whole tokens, at least one.  texts : prompts by request id; None:
-    texts of the requests' `prompt_tokens` that share nothing.  streaming : ids of requests for which the engine gives
-    AnswerBegan.  on_first_token : called with each request's id and the time of its first token
+    lengths    output tokens by request id, rounded to whole tokens, at least one
+    texts      prompts by request id; None: texts of the requests' `prompt_tokens` that share nothing
+    tools      that answers call, by request id; (): no answer calls one
+    streaming  ids of requests for which the engine gives AnswerBegan
+    on_first_token  called with each request's id and the time of its first token
 
     prompt_tokens, cached_tokens  sums over the requests that were admitted, each once
     preemptions                   number of preemptions by want of memory
@@ -170,6 +172,7 @@ class KVEngine:
         limits: KVLimits,
         *,
         texts: Mapping[int, Text] | Sequence[Text] | None = None,
+        tools: Sequence[tuple[str, ...]] = (),
         streaming: Collection[int] = (),
         on_first_token: Callable[[int, float], None] | None = None,
     ) -> None:
@@ -185,6 +188,7 @@ class KVEngine:
         self._job_s = 0.0
         self._lengths = lengths
         self._texts = texts
+        self._tools = tools
         self._streaming = streaming
         self._on_first_token = on_first_token
         self._waiting: deque[_Job] = deque()
@@ -392,7 +396,14 @@ class KVEngine:
             self._aborted.remove(job.request_id)
         else:
             self._events.append(
-                RequestEnded(self.info.name, job.request_id, "completed", job.length, cached_tokens=job.cached_tokens)
+                RequestEnded(
+                    self.info.name,
+                    job.request_id,
+                    "completed",
+                    job.length,
+                    cached_tokens=job.cached_tokens,
+                    tools=self._tools[job.request_id] if self._tools else (),
+                )
             )
 
     # ---- results ----

@@ -33,10 +33,17 @@ def run_programs(
     scheduler = header.scheduler()
     lengths, texts = work.trace.output_tokens.tolist(), work.trace.texts
     requests = [request for _, request in workload.requests(work.trace, work.predictions)]
-    loop = ProgramLoop(world, requests)
+    loop = ProgramLoop(world, requests, named=not straight)
     streaming = range(len(requests)) if scheduler.preempts else ()
     timed_engines = engines(
-        scenario, scheduling, lengths, streaming, texts, straight=straight, on_first_token=loop.note_first_token
+        scenario,
+        scheduling,
+        lengths,
+        streaming,
+        texts,
+        tools=[asked.tools for asked in world.asked],
+        straight=straight,
+        on_first_token=loop.note_first_token,
     )
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
     cluster = SimulatedCluster(scheduler, list(timed_engines), journal=journal, on_step=loop)

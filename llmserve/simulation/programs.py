@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Annotated
 
 import msgspec
@@ -34,6 +35,7 @@ from llmserve.simulation.kv_pool import Text
 from llmserve.simulation.workload import Trace
 from predictor.records import Malformed
 
+AGENTS = "agents"  # the tool that consists of sub-agents
 CHAT = "chat"  # the kind of a session of one request by a person, who is not an agent
 PERCENTILES = (50, 95, 99)
 UNCOUNTED = 0.15  # of the sessions, the first ones: queues have yet to build up
@@ -84,11 +86,21 @@ def read_sessions(name: str) -> tuple[SessionOf, ...]:
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """A request of a session. sessions : of the sub-agents that its answer calls"""
+    """A request of a session.
+
+    program, parent, kind, place  as `program`, `parent`, `kind` and `step` of Request
+    tools     that its answer calls; (): none, as the turn ends
+    sessions  of the sub-agents that its answer calls
+    """
 
     number: int
     step: StepOf
     text: Text
+    program: int
+    parent: int
+    kind: int
+    place: int
+    tools: tuple[str, ...] = ()
     sessions: list[Course] = field(default_factory=list)
 
 
@@ -96,6 +108,7 @@ class Asked:
 class Course:
     """A session on its way.
 
+    program      its number, from 1 on
     turns        its requests, by turn
     is_counted   whether the results have it
     parent       the session that waits for this one, whose turn has this one's turns as its parts; None: a person does
@@ -105,6 +118,7 @@ class Course:
     """
 
     session: SessionOf
+    program: int
     turns: list[list[Asked]]
     parent: Course | None = None
     is_counted: bool = False
@@ -123,6 +137,8 @@ class World:
 
     def __init__(self, sessions: Sequence[SessionOf]) -> None:
         self.asked: list[Asked] = []
+        self._programs = count(1)
+        self._kinds: dict[str, int] = {}
         first = UNCOUNTED * len(sessions)
         self.courses = [
             self._course(session, f"{place}", is_counted=place >= first) for place, session in enumerate(sessions)
@@ -136,16 +152,26 @@ class World:
 
     def _course(self, session: SessionOf, name: str, *, is_counted: bool, parent: Course | None = None) -> Course:
         """name : of the session's own text, unlike all others"""
-        course = Course(session, [], parent, is_counted)
+        course = Course(session, next(self._programs), [], parent, is_counted)
+        kind = self._kinds.setdefault(session.kind, len(self._kinds) + 1)
         own = epoch = 0
         for turn in session.turns:
             course.turns.append([])
-            for step in turn.steps:
+            for place_in_turn, step in enumerate(turn.steps, 1):
                 if step.compacted:
                     own, epoch = 0, epoch + 1
                 own += step.new_tokens
                 shared = (("kind", session.kind), session.shared_tokens)
-                asked = Asked(len(self.asked), step, (shared, ((name, epoch), own)))
+                asked = Asked(
+                    len(self.asked),
+                    step,
+                    (shared, ((name, epoch), own)),
+                    course.program,
+                    parent.program if parent is not None else 0,
+                    kind,
+                    place_in_turn,
+                    (step.tool or AGENTS,) if place_in_turn < len(turn.steps) else (),
+                )
                 self.asked.append(asked)
                 course.turns[-1].append(asked)
                 own += step.output_tokens
@@ -219,12 +245,12 @@ class Outcome:
 class ProgramLoop:
     """Brings about the requests of a world: it hears the steps of a cluster, and says what arrives when.
 
-    requests : by number
+    requests : by number.  named : whether they say which program they are a step of
     """
 
-    def __init__(self, world: World, requests: Sequence[Request]) -> None:
+    def __init__(self, world: World, requests: Sequence[Request], *, named: bool = True) -> None:
         self._world = world
-        self._requests = requests
+        self._requests = [_named(asked, requests[asked.number]) for asked in world.asked] if named else requests
         self._arrive: Arrive = _nowhere
         self._open: dict[int, Course] = {}
         self._arrived_s: dict[int, float] = {}
@@ -313,6 +339,12 @@ class ProgramLoop:
         else:
             self._outcome.turns_s.append(took_s)
             self._outcome.turn_ends_s.append(now_s)
+
+
+def _named(asked: Asked, request: Request) -> Request:
+    return msgspec.structs.replace(
+        request, program=asked.program, parent=asked.parent, kind=asked.kind, step=asked.place
+    )
 
 
 def _nowhere(_request: Request, _at_s: float) -> None:

@@ -456,11 +456,13 @@ def engines(
     streaming: Collection[int] = (),
     texts: Sequence[Text] | None = None,
     *,
+    tools: Sequence[tuple[str, ...]] = (),
     straight: bool = False,
     on_first_token: Callable[[int, float], None] | None = None,
 ) -> list[SimulatedEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
     streaming : ids of requests whose clients stream.  texts : prompts by request id; None: they share nothing.
+    tools : that answers call, by request id.
     straight : all requests go to the engine at once, and wait there, by priority.  on_first_token : as in KVEngine
 
     Raises ConfigError on a profile that cannot be read, or that has fewer sequences than its engines have slots.
@@ -480,7 +482,16 @@ def engines(
                 continue
             limits = KVLimits(scenario.kv_tokens, or_default(scenario.step_tokens, STEP_TOKENS), kind.slots)
             fleet.append(
-                KVEngine(info, lengths, costs, limits, texts=texts, streaming=streaming, on_first_token=on_first_token)
+                KVEngine(
+                    info,
+                    lengths,
+                    costs,
+                    limits,
+                    texts=texts,
+                    tools=tools,
+                    streaming=streaming,
+                    on_first_token=on_first_token,
+                )
             )
     return fleet
 

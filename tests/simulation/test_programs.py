@@ -10,7 +10,7 @@ import pytest
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
 from llmserve.live import journal
-from llmserve.scheduling.messages import RequestArrived, StartBatch
+from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.program_run import run_programs
 from llmserve.simulation.programs import Outcome, World, read_sessions
@@ -105,6 +105,41 @@ def test_the_scheduler_knows_the_blocks_of_the_prompts(tmp_path: Path) -> None:
     first, second = (one.event.request for one in journal.read(path)[1] if isinstance(one.event, RequestArrived))
     assert (len(first.blocks), len(second.blocks)) == (5, 10)
     assert second.blocks[:5] == first.blocks
+
+
+def test_requests_say_which_step_of_which_program_they_are_and_answers_which_tool_they_call(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    inner = session("inner", [step(20, 5)])
+    turns = [[step(100, 5, tool="edit"), step(10, 5, sessions=[inner]), step(10, 5)], [step(10, 5)]]
+    file = written(tmp_path / "programs.jsonl", session("a", *turns))
+    run_programs(Scenario(programs=file), SchedulingConfig().resolved(False), journal_path=path)
+    events = [one.event for one in journal.read(path)[1]]
+    requests = [event.request for event in events if isinstance(event, RequestArrived)]
+    assert [(request.program, request.parent, request.step) for request in requests] == [
+        *((1, 0, 1), (1, 0, 2), (2, 1, 1), (1, 0, 3), (1, 0, 1)),
+    ]
+    assert len({request.kind for request in requests}) == 1
+    tools = [event.tools for event in events if isinstance(event, RequestEnded)]
+    assert tools == [("edit",), ("agents",), (), (), ()]
+
+
+def test_where_contexts_do_not_fit_together_programs_take_a_fraction_of_the_time(tmp_path: Path) -> None:
+    turn = [step(300, 10, tool="edit", tool_s=1.0), *[step(30, 10, tool="edit", tool_s=1.0)] * 8, step(30, 10)]
+    sessions = [session(f"s{number}", turn, arrival_s=0.9 * number) for number in range(120)]
+    engine = {"kv_tokens": 10_000, "step_s": 0.02, "prefill_s_per_token": 0.0008}
+    direct, programs = (outcome_of(tmp_path, *sessions, straight=straight, **engine) for straight in (True, False))
+    assert sum(programs.turns_s) < 0.5 * sum(direct.turns_s)
+    assert max(programs.turns_s) < max(direct.turns_s)
+    assert programs.cached_tokens > 1.3 * direct.cached_tokens
+
+
+def test_where_contexts_fit_together_programs_are_as_quick_as_without_a_front_end(tmp_path: Path) -> None:
+    turn = [step(300, 10, tool="edit", tool_s=1.0), *[step(30, 10, tool="edit", tool_s=1.0)] * 3, step(30, 10)]
+    sessions = [session(f"s{number}", turn, arrival_s=10.0 * number) for number in range(30)]
+    direct, programs = (
+        outcome_of(tmp_path, *sessions, kv_tokens=1_000_000, straight=s).summary() for s in (True, False)
+    )
+    assert programs == direct
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 import numpy as np
 
 WORTH = 3.0
+SLACK = 1.1  # the next call may take a little longer than the longest of those that are worth the wait
 CALLS_KEPT = 400
 CALLS_LEAST = 8  # before so many a tool's time is unknown
 UNKNOWN_S = 2.0
@@ -65,4 +66,4 @@ def _best_s(seconds: np.ndarray, pool_s: float) -> float:
     kept_s = (np.cumsum(seconds) + (n - np.arange(1, n + 1)) * seconds) / n  # E[min(X, t)] at each t of the sample
     gains = WORTH * pool_s * returned - kept_s
     best = int(np.argmax(gains))
-    return float(seconds[best]) if gains[best] > 0.0 else 0.0
+    return SLACK * float(seconds[best]) if gains[best] > 0.0 else 0.0

@@ -22,7 +22,7 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.programs.kinds import SHRINK, Kinds
 from llmserve.scheduling.programs.ledger import Ledger
 from llmserve.scheduling.programs.programs import Programs
-from llmserve.scheduling.programs.tools import CALLS_LEAST, UNKNOWN_S, WORTH, Tools
+from llmserve.scheduling.programs.tools import CALLS_LEAST, SLACK, UNKNOWN_S, WORTH, Tools
 from llmserve.scheduling.programs.turn import PATIENCE, Pace, Turn
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
@@ -113,8 +113,10 @@ def test_memory_is_kept_as_long_as_a_return_is_worth_the_room() -> None:
     for place in range(CALLS_LEAST):
         assert tools.keep_s(("edit",), 20.0) == UNKNOWN_S
         tools.returned(("edit",), 0.5 if place % 2 else 300.0)
-    assert tools.keep_s(("edit",), 20.0) == 0.5  # half are back, and 3 x 20 s x 0.5 is less than the mean of the others
-    assert tools.keep_s(("edit",), 200.0) == 300.0
+    assert tools.keep_s(("edit",), 20.0) == pytest.approx(
+        SLACK * 0.5
+    )  # half are back, and 3 x 20 s x 0.5 is less than the mean of the others
+    assert tools.keep_s(("edit",), 200.0) == pytest.approx(SLACK * 300.0)
     for _ in range(CALLS_LEAST):
         tools.returned(("sleep",), 1000.0)
     assert WORTH * 20.0 < 1000.0
