@@ -115,6 +115,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded      the models that it has there, by its own word, which counts while it runs nothing; None: it does not say
     weights     the model that it loads for a name in `models`, where that is not the name itself
     loads_s     seconds of a load, by model, from before the start
+    prefix_cache  whether the engine keeps prompts in its cache for the next that begin so
     """
 
     name: str
@@ -131,6 +132,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: tuple[str, ...] | None = None
     weights: dict[str, str] = {}
     loads_s: dict[str, float] = {}
+    prefix_cache: bool = True
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models

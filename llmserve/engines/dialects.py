@@ -47,6 +47,7 @@ class Told:
     running     requests that run in it now
     waiting     requests that wait in it now
     tokens_max  capacity of its KV cache, in tokens
+    prefix_cache  whether it keeps prompts there for the next that begin so
     context_tokens  of each of its models: longer requests are refused
     loaded      ids of the models in its memory
     models_at_once  models that it has there at once, at most; 0: as many as it serves
@@ -59,6 +60,7 @@ class Told:
     running: int | None = None
     waiting: int | None = None
     tokens_max: int | None = None
+    prefix_cache: bool | None = None
     context_tokens: int | None = None
     loaded: tuple[str, ...] | None = None
     models_at_once: int | None = None
@@ -190,6 +192,7 @@ VLLM_LOAD = gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
 VLLM_CACHE = "vllm:cache_config_info"
 CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d{1,15})"')
 BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d{1,15})"')  # older versions have blocks instead of tokens
+NO_PREFIXES = 'enable_prefix_caching="False"'
 BLOCK_SIZE = re.compile(r'\bblock_size="(\d{1,15})"')
 
 
@@ -200,7 +203,8 @@ def vllm_metrics(body: bytes) -> Told | None:
         return None
     rows = _rows(VLLM_CACHE).findall(body.decode(errors="replace"))
     tokens = sum(_cache_tokens(labels) for labels, _ in rows)
-    return replace(told, tokens_max=tokens if 0 < tokens <= TOKENS_MAX else None)
+    off = any(NO_PREFIXES in labels for labels, _ in rows)
+    return replace(told, tokens_max=tokens if 0 < tokens <= TOKENS_MAX else None, prefix_cache=False if off else None)
 
 
 def _cache_tokens(labels: str) -> int:
@@ -246,6 +250,7 @@ class _SglangInfo(msgspec.Struct):
     enable_priority_scheduling: bool | None = None
     disable_priority_preemption: bool | None = None
     schedule_low_priority_values_first: bool | None = None
+    disable_radix_cache: bool | None = None
     internal_states: list[_SglangState] | None = None
 
 
@@ -269,6 +274,7 @@ def sglang_info(body: bytes) -> Told | None:
         version=said.version,
         slots=slots or None,
         tokens_max=(said.max_total_num_tokens or 0) * max(1, len(states)) or None,
+        prefix_cache=False if said.disable_radix_cache else None,
         priority=priority,
         warning=SGLANG_PREEMPTS if priority is not Priority.NONE and not said.disable_priority_preemption else "",
     )

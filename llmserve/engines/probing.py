@@ -126,7 +126,7 @@ class _Known:
     served    its models
     settings  what it told of itself when it was recognised, or when it was last asked again, at read_s
     paths     of its endpoints; None: not listed
-    tokens_max  that its load told last, since a probe may miss the load
+    cache     what its load told last of its cache, since a probe may miss the load
     """
 
     served: tuple[ServedModel, ...]
@@ -134,7 +134,7 @@ class _Known:
     settings: Told
     paths: frozenset[str] | None
     read_s: float
-    tokens_max: int | None = None
+    cache: Told = NOTHING_TOLD
 
 
 class Gets:
@@ -261,8 +261,8 @@ class Prober:
         told = Told(loaded=listed.loaded)
         if (load := await self._gets.first(known.dialect.load)) is not None:
             told = load.over(told)
-            known.tokens_max = load.tokens_max
-        told = told.over(Told(tokens_max=known.tokens_max)).over(known.settings)
+            known.cache = Told(tokens_max=load.tokens_max, prefix_cache=load.prefix_cache)
+        told = told.over(known.cache).over(known.settings)
         self._check_priority(known.dialect, told)
         return self._health(known, told)
 

@@ -385,6 +385,7 @@ class Fleet:
             models_at_once=handle.models_at_once,
             loaded=health.told.loaded if handle.models_at_once else None,
             weights=self._weights(handle),
+            prefix_cache=health.told.prefix_cache is not False,
         )
 
     def _weights(self, handle: EngineHandle) -> dict[str, str]:

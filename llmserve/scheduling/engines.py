@@ -373,7 +373,7 @@ class EnginePool:
     def update(self, engine: EngineState, now_s: float) -> None:
         """Update the pool after an engine's models or its readiness have changed."""
         self._serving.clear()
-        self.residency.limit(engine.info.name, engine.info.tokens_max)
+        self.residency.limit(engine.info.name, engine.info.tokens_max if engine.info.prefix_cache else 0)
         self.sharing.pop(engine.info.name, None)
         if engine.loaded is not None and engine.ready:
             self.sharing[engine.info.name] = engine

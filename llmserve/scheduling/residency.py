@@ -5,6 +5,9 @@ engine that has a block has all earlier ones, and a search by halves finds how m
 
 An engine has what was sent to it, until its cache is full and drops what was used longest ago, the end of a prompt
 before its beginning, as vLLM and SGLang do. Where an engine tells what it stores and drops, that counts instead.
+
+How much a cache holds is what the engine tells, or less: answers and other clients take their part of it. So where
+engines say how much of a prompt they had, the expected part is compared with that over some answers.
 """
 
 from __future__ import annotations
@@ -17,21 +20,40 @@ from llmserve.request import Request
 
 BLOCKS_MAX = 131_072  # blocks of all engines together: some 17 million tokens, in less than 32 MiB
 BLOCKS_MIN = 1_024  # blocks that each of very many engines may have all the same
+CHECKED = 16  # answers over which expected and told hits are compared: prompts that start together miss by chance
+WRONG = 0.5  # share of the larger: where the smaller is less, the cache is taken for another size
+LEARNT_MIN = 1_024.0  # tokens: a smaller cache would not be told from none, and could not be found to be larger
 
 
 class Cache:
     """The blocks in one engine's cache, those used longest ago first.
 
     tokens      of all blocks
-    tokens_max  what the cache can hold; inf: unknown
+    told_max    tokens that it can hold, as the engine tells; inf: unknown.  learnt_max : by its hits
     """
 
-    __slots__ = ("blocks", "tokens", "tokens_max")
+    __slots__ = ("_checked", "_expected", "_had", "blocks", "learnt_max", "tokens", "told_max")
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[int, int] = OrderedDict()  # tokens by hash; whole, so that sums return to zero
         self.tokens = 0
-        self.tokens_max = math.inf
+        self.told_max = self.learnt_max = math.inf
+        self._checked, self._expected, self._had = 0, 0.0, 0.0
+
+    @property
+    def tokens_max(self) -> float:
+        return min(self.told_max, self.learnt_max)
+
+    def compare(self, expected: float, had: float) -> None:
+        """Compare tokens of a prompt that were expected here with those that the engine has told."""
+        self._checked, self._expected, self._had = self._checked + 1, self._expected + expected, self._had + had
+        if self._checked < CHECKED:
+            return
+        if self._had < WRONG * self._expected:
+            self.learnt_max = max(LEARNT_MIN, WRONG * min(self.tokens_max, self.tokens))
+        elif self._expected < WRONG * self._had:
+            self.learnt_max /= WRONG
+        self._checked, self._expected, self._had = 0, 0.0, 0.0
 
     def use(self, blocks: Sequence[int], tokens: int) -> None:
         """Have these blocks of one prompt, of so many tokens each, as those used last: the first block the latest."""
@@ -49,8 +71,8 @@ class Cache:
 
     def fit(self, blocks_max: int) -> None:
         """Drop what was used longest ago, until the rest fits."""
-        cached = self.blocks
-        while cached and (self.tokens > self.tokens_max or len(cached) > blocks_max):
+        cached, tokens_max = self.blocks, self.tokens_max
+        while cached and (self.tokens > tokens_max or len(cached) > blocks_max):
             self.tokens -= cached.popitem(last=False)[1]
 
     def clear(self) -> None:
@@ -84,9 +106,9 @@ class Residency:
         return sum([len(cache.blocks) for cache in self._caches.values()])
 
     def limit(self, engine: str, tokens_max: int | None) -> None:
-        """Note how much an engine's cache holds. tokens_max : None: unknown"""
+        """Note how much an engine's cache holds. tokens_max : None: unknown; 0: it keeps no prompts"""
         if tokens_max is not None or engine in self._caches:
-            self._cache(engine).tokens_max = math.inf if tokens_max is None else tokens_max
+            self._cache(engine).told_max = math.inf if tokens_max is None else tokens_max
 
     def sent(self, engine: str, request: Request) -> None:
         """The prompt is in the engine's cache from now on: the request starts there."""
@@ -107,6 +129,14 @@ class Residency:
         if stored:
             mean = cache.tokens / len(cache.blocks) if cache.blocks else 0.0
             self._have(engine, stored, _whole(mean))
+
+    def ended(self, engine: str, expected_tokens: float, cached_tokens: float) -> None:
+        """Learn how much an engine's cache holds from an answer that tells its hits.
+
+        expected_tokens : that were expected to be in the cache when the request started
+        """
+        if expected_tokens or cached_tokens:
+            self._cache(engine).compare(expected_tokens, cached_tokens)
 
     def forget(self, engine: str) -> None:
         """Note that an engine has lost its cache."""

@@ -266,6 +266,8 @@ class Scheduler:
                 programs.gone(queued)
         self._book.end((run,))
         if completed:
+            if event.cached_tokens is not None and run.queued.request.blocks:
+                self.group.pool.residency.ended(event.engine, run.hit_tokens, event.cached_tokens)
             self._book.record_answers((run,), {event.request_id: event.output_tokens})
             if engine.info.speeds:
                 self._book.record_pace(engine, run, run.concurrency, event.output_tokens)

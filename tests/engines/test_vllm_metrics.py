@@ -46,6 +46,14 @@ def test_missing_metrics_stay_unknown() -> None:
     assert read_load("process_cpu_seconds_total 3.5\n") is None
 
 
+@pytest.mark.parametrize(("label", "told"), [("True", None), ("False", False), ("None", None)])
+def test_an_engine_tells_that_it_keeps_no_prompts(label: str, told: bool | None) -> None:
+    row = f'vllm:cache_config_info{{enable_prefix_caching="{label}",kv_cache_size_tokens="1280"}} 1.0'
+    read = vllm_metrics(f"vllm:num_requests_running 0.0\n{row}\n".encode())
+    assert read is not None
+    assert (read.prefix_cache, read.tokens_max) == (told, 1280)
+
+
 @pytest.mark.parametrize("count", ["+Inf", "-Inf", "NaN", "-1", "1e308", "1e400", "3e9", "many"])
 def test_counts_that_are_no_number_of_requests_are_unknown(count: str) -> None:
     assert read_load(f"vllm:num_requests_running {count}\n") is None

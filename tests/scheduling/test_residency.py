@@ -61,6 +61,51 @@ def test_a_restarted_engine_has_nothing() -> None:
     assert [caches.hit_tokens(name, asks(1, 2)) for name in ("a", "b")] == [0, 200]
 
 
+def test_a_cache_that_keeps_less_than_expected_is_taken_for_a_smaller_one() -> None:
+    """Of 20 prompts in turn, each of 1,000 tokens, a cache of some 12,000 tokens has none when it comes again."""
+    caches = Residency()
+    prompts = [tuple(range(first, first + 10)) for first in range(0, 200, 10)]
+    expected = []
+    for _ in range(4):
+        hits = 0.0
+        for prompt in prompts:
+            hits += (hit := caches.hit_tokens("a", asks(*prompt)))
+            caches.ended("a", hit, 0.0)
+            caches.sent("a", asks(*prompt))
+        expected.append(hits)
+    assert expected == [0, 16_000, 0, 0], "the first 16 hits that were expected in vain were enough"
+
+
+def test_a_cache_that_keeps_more_than_expected_is_taken_for_a_larger_one() -> None:
+    caches = Residency()
+    prompts = [tuple(range(first, first + 10)) for first in range(0, 200, 10)]
+    for prompt in prompts * 3:
+        caches.ended("a", caches.hit_tokens("a", asks(*prompt)), 0.0)
+        caches.sent("a", asks(*prompt))
+    assert caches.hit_tokens("a", asks(*prompts[0])) == 0
+    for prompt in prompts * 10:
+        caches.ended("a", caches.hit_tokens("a", asks(*prompt)), 1_000.0)
+        caches.sent("a", asks(*prompt))
+    assert caches.hit_tokens("a", asks(*prompts[0])) == 1_000
+
+
+def test_a_few_prompts_that_started_together_do_not_make_a_cache_smaller() -> None:
+    caches = Residency()
+    for number in range(200):
+        request = asks(*range(10 * (number // 4), 10 * (number // 4) + 10))
+        together = number % 4 == 1  # as the one before it is still computed
+        caches.ended("a", caches.hit_tokens("a", request), 0.0 if together or number % 4 == 0 else 1_000.0)
+        caches.sent("a", request)
+    assert caches._cache("a").learnt_max == float("inf")
+
+
+def test_an_engine_that_keeps_no_prompts_has_none() -> None:
+    scheduler = SchedulingConfig(order="fffs", batch_size=1).resolved(barrier=False).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("a", 8, False, tokens_max=10_000, prefix_cache=False)), 0.0)
+    scheduler.handle(RequestArrived(asks(1, 2)), 1.0)
+    assert scheduler.group.pool.residency.hit_tokens("a", asks(1, 2)) == 0
+
+
 def test_the_search_by_halves_finds_what_a_search_from_the_beginning_finds() -> None:
     rng, caches = random.Random(1), Residency()
     caches.limit("a", 4_000)
