@@ -237,14 +237,16 @@ class Measured:
     cut         whether the answer ran into a limit
     first_at_s  when the first event of a stream was forwarded
     last_at_s   when the last event of a complete stream was
+    names       ids that the next request of the program may bring: of the answer, and of the tool calls there
     """
 
-    __slots__ = ("counts", "cut", "first_at_s", "last_at_s", "usage")
+    __slots__ = ("counts", "cut", "first_at_s", "last_at_s", "names", "usage")
 
     def __init__(self) -> None:
         self.usage: StreamReader | None = None
         self.counts: Usage | None = None
         self.cut = False
+        self.names: tuple[str, ...] = ()
         self.first_at_s: float | None = None
         self.last_at_s: float | None = None
 

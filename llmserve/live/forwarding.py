@@ -27,6 +27,7 @@ from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import COMPLETION, StreamReader
 from llmserve.wire.error_objects import ErrorObject, Verdict, asked_rest_s, error_in, is_error_body, may_be_error
 from llmserve.wire.event_stream import Usage
+from llmserve.wire.tool_calls import Called, ids_of, names_of
 
 log = logging.getLogger("llmserve")
 
@@ -142,10 +143,13 @@ class Forwarding:
             return None
         return self._declined(body) if answer.status >= 400 else self._whole(body)
 
-    def _completed(self, usage: Usage) -> RequestEnded:
+    def _completed(self, usage: Usage, called: Called, response_id: str) -> RequestEnded:
         choices, tokens = self.in_flight.call.bounds.choices, usage.completion_tokens or 0
         each = tokens / choices if choices else 0.0
-        return RequestEnded(*self._request, "completed", each, cached_tokens=usage.cached_tokens)
+        if called or response_id:
+            self._measured.names = (response_id, *ids_of(called)) if response_id else ids_of(called)
+        told, tools = usage.cached_tokens, names_of(called) if called else ()
+        return RequestEnded(*self._request, "completed", each, cached_tokens=told, tools=tools)
 
     def _whole(self, body: bytes) -> RequestEnded:
         """Forward an answer that is not streamed, unless the body is an error in spite of the status."""
@@ -168,7 +172,7 @@ class Forwarding:
         if usage.cached_tokens is not None and (receipt := in_flight.receipt) is not None:
             in_flight.receipt = msgspec.structs.replace(receipt, cached_tokens=usage.cached_tokens)
         self._begin(body)
-        return self._completed(usage)
+        return self._completed(usage, answer.called, answer.response_id)
 
     # ---- errors that an engine tells ----
 
@@ -277,7 +281,7 @@ class Forwarding:
         measured.counts, measured.cut = counts, usage.cut
         delivery.close()
         self._owner.forecasts.learn_prompt(self.in_flight.call, usage.prompt_tokens)
-        return self._completed(counts)
+        return self._completed(counts, usage.called, usage.response_id)
 
     def _stream_failed(self, usage: StreamReader) -> RequestEnded:
         """The engine has told an error within its stream. The client's own error passes as the engine tells it."""

@@ -41,7 +41,7 @@ class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
-class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+class RequestEnded(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A request has left its engine: it was answered, has failed, or was aborted.
 
     output_tokens  tokens generated per choice, 0 when unknown; a simulation may use fractions
@@ -54,6 +54,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     no_socket      whether this server had no socket for the request: `cancelled`, which says nothing about the engine
     lost           whether the engine was judged to have lost the request, which is its fault
     cached_tokens  tokens of the prompt that the engine had in its cache, by its own word; None: it does not say
+    tools          names of the tools that a completed answer calls, so that its program comes back with their results
     """
 
     engine: str

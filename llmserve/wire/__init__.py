@@ -9,5 +9,6 @@ json_text     : JSON as others send it
 lenient_json  : reads JSON of engines
 raw_views     : where the value of a field lies in a body, so that it can be exchanged without writing the body again
 terms         : the terms of a call between a gateway and the servers behind it, in one header
+tool_calls    : the calls of tools in an answer
 typed_events  : reads streams whose events have a type
 """

@@ -15,8 +15,9 @@ import msgspec
 from llmserve.errors import RequestError
 from llmserve.request import Call
 from llmserve.wire.error_objects import ErrorObject, error_in
-from llmserve.wire.event_stream import Count, Usage, UsageFilter, usage_of, was_cut, was_given_up
+from llmserve.wire.event_stream import Count, ToolsFilter, Usage, UsageFilter, usage_of, was_cut, was_given_up
 from llmserve.wire.lenient_json import count_of, read
+from llmserve.wire.tool_calls import SOME, Called, calls_of_blocks, calls_of_chat, calls_of_items
 from llmserve.wire.typed_events import EventReader, Message, MessageReader, Response, ResponseReader
 
 TAIL_BYTES = 4 << 10  # at the end of a large answer, where its counts are
@@ -25,12 +26,16 @@ PROMPT_TOKENS = re.compile(rb'"(?:prompt|input|total)_tokens"\s*:\s*(\d{1,12})\b
 
 
 class WholeAnswer(msgspec.Struct, frozen=True):
-    """What is read of an answer that is not streamed. cut : it ran into a limit.  failed : the engine gave it up"""
+    """What is read of an answer that is not streamed. cut : it ran into a limit.  failed : the engine gave it up
+
+    called : calls of tools
+    """
 
     usage: Usage
     cut: bool = False
     response_id: str = ""
     failed: bool = False
+    called: Called = ()
 
 
 class StreamReader(Protocol):
@@ -45,6 +50,7 @@ class StreamReader(Protocol):
     failed: ErrorObject | None
     failed_data: bytes
     failed_event: bytes
+    called: Called
 
     @property
     def ended(self) -> bool: ...
@@ -200,11 +206,15 @@ def _response_keep_alive(silence: Silence) -> bytes:
 
 def _completion(body: bytes) -> WholeAnswer | None:
     usage = usage_of(body)
-    return None if usage is None else WholeAnswer(usage, was_cut(body), failed=was_given_up(body))
+    if usage is None:
+        return None
+    called = calls_of_chat(body) if SOME.search(body) is not None else ()
+    return WholeAnswer(usage, was_cut(body), "", was_given_up(body), called)
 
 
 def _completion_stream(call: Call, receipt: bytes) -> UsageFilter:
-    return UsageFilter(strip=call.wire.usage_added, choices=call.bounds.choices, receipt=receipt)
+    reader = ToolsFilter if call.prompt.tools else UsageFilter
+    return reader(strip=call.wire.usage_added, choices=call.bounds.choices, receipt=receipt)
 
 
 def _response(body: bytes) -> WholeAnswer | None:
@@ -212,14 +222,16 @@ def _response(body: bytes) -> WholeAnswer | None:
     if answer is None or answer.object != "response":
         return None
     usage = answer.usage.counts if answer.usage is not None else Usage()
-    return WholeAnswer(usage, answer.cut, answer.id, answer.status == "failed")
+    called = calls_of_items(answer.output or ())
+    return WholeAnswer(usage, answer.cut, answer.id, answer.status == "failed", called)
 
 
 def _message(body: bytes) -> WholeAnswer | None:
     answer = read(Message, body)
     if answer is None or answer.type != "message":
         return None
-    return WholeAnswer(answer.usage.counts if answer.usage is not None else Usage(), answer.cut)
+    usage, called = answer.usage, calls_of_blocks(answer.content or ())
+    return WholeAnswer(usage.counts if usage is not None else Usage(), answer.cut, called=called)
 
 
 class _PromptUsage(msgspec.Struct):

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from llmserve.wire.error_objects import ErrorObject, error_in
 from llmserve.wire.lenient_json import COUNT_BOUND, read
+from llmserve.wire.tool_calls import CALLS_MAX, Called, calls_of_chat
 
 EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 EVENT_END = re.compile(rb"(?>\r\n|[\r\n])(?:\r\n|[\r\n])")  # lines end with LF, CR LF or CR, also in mixtures
@@ -174,8 +175,11 @@ class Passing:
     stalled   the last feed brought nothing that shows that the engine works. Whoever has read this sets it back
     failed    what the event of an error says; that event passes only after content.  failed_data : its data
     failed_event  the event itself, behind what was held back before it
+    called    calls of tools in the answer
     over      the marker of the end has passed: what follows is nobody's answer
     """
+
+    called: Called = ()
 
     def __init__(self) -> None:
         self.in_parts = self.began = self.stalled = self.over = False
@@ -429,6 +433,17 @@ class UsageFilter(Passing):
         if counts.completion_tokens is not None:
             self._usage = counts
         return not answer.choices
+
+
+class ToolsFilter(UsageFilter):
+    """As UsageFilter, and reads which tools the answer calls: for requests that offer tools."""
+
+    def _pass(self, data: bytes) -> bytes:
+        if data.find(b'"tool_calls"') >= 0 and data.find(b'"name"') >= 0:  # the name is in the first event of a call
+            for event in events_of(data):
+                if event.find(b'"tool_calls"') >= 0 and event.find(b'"name"') >= 0 and len(self.called) < CALLS_MAX:
+                    self.called += calls_of_chat(data_of(event))
+        return super()._pass(data)
 
 
 def _finished_by(event: bytes, choices: int) -> set[int]:

@@ -12,6 +12,7 @@ import msgspec
 
 from llmserve.wire.event_stream import Count, Passing, PromptDetails, Says, Usage, data_of, events_of
 from llmserve.wire.lenient_json import count_of, read
+from llmserve.wire.tool_calls import CALLS_MAX, Block, Item, calls_of_blocks, calls_of_items
 
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 
@@ -126,6 +127,7 @@ class Response(msgspec.Struct):
     status: str = ""
     usage: ResponseUsage | None = None
     incomplete_details: _Incomplete | None = None
+    output: list[Item] | None = None
 
     @property
     def cut(self) -> bool:
@@ -162,6 +164,7 @@ class ResponseReader(EventReader):
         if response is not None:
             self.response_id = response.id
             self.cut = self.cut or response.cut
+            self.called = calls_of_items(response.output or ())
             if response.usage is not None:
                 self._count(response.usage.counts)
 
@@ -172,6 +175,7 @@ class Message(msgspec.Struct):
     type: str = ""
     stop_reason: str | None = None
     usage: MessageUsage | None = None
+    content: list[Block] | None = None
 
     @property
     def cut(self) -> bool:
@@ -187,12 +191,13 @@ class _MessageEvent(msgspec.Struct):
     message: Message | None = None
     delta: _MessageDelta | None = None
     usage: MessageUsage | None = None
+    content_block: Block | None = None
 
 
 class MessageReader(EventReader):
     """Reads a stream of /v1/messages."""
 
-    marks = re.compile(rb'"type"\s*:\s*"message_(?:start|delta|stop)"')
+    marks = re.compile(rb'"type"\s*:\s*"(?:message_(?:start|delta|stop)|tool_use)"')
     ends = re.compile(rb'"type"\s*:\s*"message_stop"')
     opens = re.compile(rb'"type"\s*:\s*"(?:message_start"|content_block_start"(?!.*"tool_use"))', re.S)
     token = b'"content_block_delta"'
@@ -205,3 +210,5 @@ class MessageReader(EventReader):
             self.cut = self.cut or (told.delta is not None and told.delta.stop_reason == "max_tokens")
             if told.usage is not None:
                 self._count(told.usage.counts)
+        elif told.content_block is not None and len(self.called) < CALLS_MAX:
+            self.called += calls_of_blocks((told.content_block,))
