@@ -42,6 +42,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     weight            of the share: with twice the weight it is served twice as much, > 0
     background        a line of a job: it takes what other requests leave, until its latest start has come
     after_tokens      predicted output tokens of the lines of its job that follow it
+    program           hash of the program that the request is a step of (llmserve/programs); 0: unknown
+    parent            program in which this one was begun, or from which it branched off; 0: none, or unknown
+    kind              hash of the system prompt and the tools; 0: it has neither
+    step              1: a turn begins, with a person's message; n: the turn goes on after n - 1 answers; 0: unknown
     """
 
     id: int
@@ -220,7 +224,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     slo_s             deadline, seconds after the arrival
     predicted_tokens  the client's own prediction, used instead of the predictor's
     receipt           the client asks for the receipt in the last chunk of its stream
-    background        a batch item, see Request; after_tokens : likewise
+    background        a batch item, see Request; after_tokens, program, parent, kind, step : likewise
     """
 
     key: str = ""
@@ -232,6 +236,10 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     receipt: bool = False
     background: bool = False
     after_tokens: float = LAST
+    program: int = 0
+    parent: int = 0
+    kind: int = 0
+    step: int = 0
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
@@ -244,6 +252,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     tier, priority  `service_tier` and `priority` of the body: what the client asks for
     deadline_s      deadline on the cluster's clock; None: by `terms.slo_s`
     route queue            name of the queue, see live/route_queues.py; "": the model's own
+    member          of a program, which hears of the call's end (programs/known_programs.py); None: nobody is told
     """
 
     wire: Wire
@@ -258,6 +267,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     deadline_s: float | None = None
     route_queue: str = ""
+    member: Any = None
 
     @property
     def path(self) -> str:

@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("request",),
     ("runtime", "predictor"),
     ("wire",),
+    ("programs",),
     ("scheduling",),
     ("settings",),
     ("part",),

@@ -19,6 +19,7 @@ from llmserve.gateway.bodies import (
     count_tools,
     limit_of,
     stops_of,
+    text_or_none,
     value_or_none,
 )
 from llmserve.wire.json_text import Scalar
@@ -37,15 +38,21 @@ class Block(Counted):
     thinking: Raw = Raw()
     input: Raw = Raw()
     content: Raw = Raw()
+    tool_use_id: Raw = Raw()
 
 
+ATTRIBUTION = "x-anthropic-billing-header:"
 _STRING = msgspec.json.Decoder(str)
 _CONTENT: msgspec.json.Decoder[str | Block | list[str | Block]] = msgspec.json.Decoder(str | Block | list[str | Block])
 
 
 def text_of(content: Raw) -> str:
     """The text of a content: of a string, or of its blocks of text."""
-    texts = [block if isinstance(block, str) else value_or_none(_STRING, block.text) for block in blocks_of(content)]
+    return text_of_blocks(blocks_of(content))
+
+
+def text_of_blocks(blocks: list[str | Block]) -> str:
+    texts = [block if isinstance(block, str) else value_or_none(_STRING, block.text) for block in blocks]
     return " ".join([text for text in texts if text is not None])
 
 
@@ -86,13 +93,15 @@ class Item(Counted):
     arguments: Raw = Raw()
     input: Raw = Raw()
     output: Raw = Raw()
+    call_id: Raw = Raw()
 
     @property
     def turn(self) -> tuple[str, str]:
         if self.role:
             return self.role, text_of(self.content)
-        if self.output:
-            return "tool", text_of(self.output)
+        if self.output or self.type.endswith(("_output", "_response")):
+            by_engine = self.type.endswith("_call")  # a call that the engine's side has run: a part of its answer
+            return "assistant" if by_engine else "tool", text_of(self.output)
         asked = value_or_none(_STRING, self.arguments) or value_or_none(_STRING, self.input)
         return "assistant", asked or text_of(self.content)
 
@@ -127,10 +136,13 @@ class ResponseBody(Levelled, OneAnswer, kw_only=True):
         kind = settings.format.type if settings is not None and settings.format is not None else ""
         return "" if kind == "text" else kind
 
-    @property
-    def turns(self) -> Turns:
+    def read(self) -> tuple[Turns, str]:
+        """The turns, and the id of the last tool call whose output is there; "" for none."""
         given = value_or_none(_INPUT, self.input) or []
-        return [("user", given)] if isinstance(given, str) else [item.turn for item in given]
+        if isinstance(given, str):
+            return [("user", given)], ""
+        outputs = [item.call_id for item in given if item.output and item.call_id]
+        return [item.turn for item in given], (text_or_none(outputs[-1]) or "") if outputs else ""
 
     def stops(self) -> tuple[str, ...]:
         return ()
@@ -144,20 +156,22 @@ class AgentMessage(Counted):
     role: str | None = None
     content: Raw = Raw()
 
-    @property
-    def turns(self) -> Turns:
-        """The message as turns: the results of tools are apart from what the user says."""
-        own, results = [], []
+    def read(self) -> tuple[Turns, str]:
+        """The message as turns: the results of tools are apart from what the user says. And the id of the last tool
+        call with a result; "" for none.
+        """
+        own, results, tool_call = [], [], ""
         for block in blocks_of(self.content):
             if isinstance(block, str):
                 own.append(block)
             elif block.type in ("tool_result", "mcp_tool_result"):
                 results.append(text_of(block.content))
+                tool_call = value_or_none(_STRING, block.tool_use_id) or tool_call
             else:
                 text = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)
                 own.append(text if text is not None else bytes(block.input).decode(errors="replace"))
         turns = [("tool", " ".join(results))] if results else []
-        return [*turns, (self.role or "", " ".join(own))] if own else turns
+        return [*turns, (self.role or "", " ".join(own))] if own else turns, tool_call
 
 
 class MessagesBody(Asked, OneAnswer, kw_only=True):
@@ -170,6 +184,14 @@ class MessagesBody(Asked, OneAnswer, kw_only=True):
     system: Raw = Raw()
     stop_sequences: Raw = Raw()
     tools: Raw = Raw()
+
+    @property
+    def rules(self) -> str:
+        """The system prompt, without a first block in which Claude Code says for whom it asks: it changes each time."""
+        blocks = blocks_of(self.system)
+        if len(blocks) > 1 and text_of_blocks(blocks[:1]).startswith(ATTRIBUTION):
+            del blocks[0]
+        return text_of_blocks(blocks)
 
     @property
     def output_tokens_max(self) -> int | None:

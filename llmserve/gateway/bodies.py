@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from llmserve.errors import BadRequest
+from llmserve.programs.sources import FIELDS
 from llmserve.settings.load import flag_of
 from llmserve.wire.json_text import NESTING_MAX, Scalar, count_of, fault_of, is_too_deep, readable_numbers, truth_of
 
@@ -74,6 +75,7 @@ class Message(Counted):
     plural = "messages"
     role: str | None = None
     content: str | Part | list[Part | str] | None = None
+    tool_call_id: Raw = Raw()
 
     @property
     def text(self) -> str:
@@ -102,12 +104,24 @@ class StreamOptions(msgspec.Struct):
 class Asked(msgspec.Struct, kw_only=True):
     """A request for an answer. Other fields are forwarded to the engine without a check.
 
-    A Raw field is a view of the body, and empty when the field is absent.
+    A Raw field is a view of the body, and empty when the field is absent. The last fields may hold a session's id, see
+    llmserve/programs/sources.py.
     model : None: the only one that there is
     """
 
     model: str | None = None
     stream: Scalar = None
+    metadata: Raw = Raw()
+    nvext: Raw = Raw()
+    program_id: Raw = Raw()
+    prompt_cache_key: Raw = Raw()
+    session_id: Raw = Raw()
+    session_params: Raw = Raw()
+
+    @property
+    def sent_ids(self) -> dict[str, bytes]:
+        """The JSON of the fields that may hold a session's id."""
+        return {name: bytes(raw) for name in FIELDS if (raw := getattr(self, name))}
 
     @property
     def streams(self) -> bool:
@@ -237,6 +251,12 @@ _FORMAT = msgspec.json.Decoder(ResponseFormat)
 _SCALAR: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Scalar)
 _STRINGS = msgspec.json.Decoder(str | list[str] | None)
 OPTIONS = msgspec.json.Decoder(StreamOptions | None)
+
+
+def text_or_none(raw: Raw) -> str | None:
+    """The string; None if it is absent or no string."""
+    return value_or_none(_TEXT, raw)
+
 
 # ---- limits -------------------------------------------------------------------------------------------------------
 

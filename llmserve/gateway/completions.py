@@ -17,6 +17,7 @@ from llmserve.gateway.endpoints import Endpoint
 from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
 from llmserve.gateway.stages import Admission, is_large
 from llmserve.http.exchange import CONTROL
+from llmserve.programs.sources import PROGRAM_HEADER
 from llmserve.request import Call
 from llmserve.tenants.keys import GATEWAY
 from llmserve.tenants.limits import Account
@@ -38,6 +39,7 @@ REQUEST_ID = b"x-request-id: %b\r\n"  # the client's, if sent
 _LINES = f"{BIN_HEADER}: %d\r\n{BATCH_HEADER}: %d\r\n{QUEUE_HEADER}: %.1f\r\n{ENGINE_HEADER}: %b\r\n"
 RECEIPT = REQUEST_ID + _LINES.encode()
 PREDICTED = f"{PREDICTED_HEADER}: %.0f\r\n".encode()
+PROGRAM = f"{PROGRAM_HEADER}: %012x\r\n".encode()
 CACHED = f"{CACHED_HEADER}: %d\r\n".encode()
 
 BeginTrace = Callable[[Call, ClientExchange], Trace | None]
@@ -121,6 +123,8 @@ def receipt_lines(receipt: Receipt, call: Call) -> bytes:
     lines = RECEIPT % (name, receipt.bin, receipt.batch, receipt.queue_ms, engine.translate(None, CONTROL))
     if receipt.predicted_tokens is not None:
         lines += PREDICTED % receipt.predicted_tokens
+    if call.terms.program:
+        lines += PROGRAM % call.terms.program
     return lines if receipt.cached_tokens is None else lines + CACHED % receipt.cached_tokens
 
 

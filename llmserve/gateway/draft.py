@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from llmserve.programs.known_programs import Member
+from llmserve.programs.trail import Trail
 from llmserve.request import EVEN, LAST, Bounds, Call, Terms, Wire
 from predictor.prompt import Prompt
 
@@ -26,8 +28,8 @@ class Draft(msgspec.Struct, gc=False):
     body      as the client has sent it, unpacked
     address   of the client, where shares are by address; "" elsewhere
     account   of the API key; from `within_limits` on
-    wire, prompt, bounds, opening, blocks, block_share, previous, tier, priority  from the body; `prompt` with the model
-              that the body names
+    wire, prompt, bounds, opening, blocks, block_share, previous, tier, priority, trail  from the body; `prompt` with
+              the model that the body names; trail : what the request says of its program
     model     that serves the call
 
     All other fields are those of the same names in Terms and Call.
@@ -48,6 +50,7 @@ class Draft(msgspec.Struct, gc=False):
     previous: str = ""
     tier: str = ""
     priority: int = 0
+    trail: Trail | None = None
     # of the headers, the key and the server
     model: str = ""
     key: str = ""
@@ -60,7 +63,12 @@ class Draft(msgspec.Struct, gc=False):
     receipt: bool = False
     background: bool = False
     after_tokens: float = LAST
+    program: int = 0
+    parent: int = 0
+    kind: int = 0
+    step: int = 0
     route_queue: str = ""
+    member: Member | None = None
 
     @property
     def terms(self) -> Terms:
@@ -74,6 +82,10 @@ class Draft(msgspec.Struct, gc=False):
             self.receipt,
             self.background,
             self.after_tokens,
+            self.program,
+            self.parent,
+            self.kind,
+            self.step,
         )
 
     @terms.setter
@@ -99,4 +111,5 @@ class Draft(msgspec.Struct, gc=False):
             self.priority,
             self.deadline_s,
             self.route_queue,
+            self.member,
         )

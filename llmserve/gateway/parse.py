@@ -12,10 +12,21 @@ from msgspec import Raw
 
 from llmserve.calls.prompt_blocks import prompt_blocks
 from llmserve.errors import BadRequest
-from llmserve.gateway.bodies import OPTIONS, Body, BodyLimits, StreamOptions, read_body, unreadable, value_or_none
+from llmserve.gateway.bodies import (
+    OPTIONS,
+    Body,
+    BodyLimits,
+    CompletionBody,
+    StreamOptions,
+    read_body,
+    unreadable,
+    value_or_none,
+)
 from llmserve.gateway.draft import NO_HEADERS, Draft
 from llmserve.gateway.endpoints import ENDPOINTS, AnswerBody, Answers, FormFile, PromptFields
 from llmserve.gateway.prompts import ReadPrompt
+from llmserve.programs.sources import HEADERS, Sent, sent_in_body, sent_in_headers
+from llmserve.programs.trail import Trail
 from llmserve.request import Bounds, Call, Wire, Written
 from llmserve.settings.deadlines import SLO_MS_MAX
 from llmserve.wire.form_data import read_form
@@ -28,7 +39,7 @@ if TYPE_CHECKING:
     from llmserve.settings.tree import ApiConfig
 
 FORWARDED_CHARS_MAX = 256
-TERMS = (SLO_HEADER, PREDICTED_HEADER, STREAM_HEADER, RECEIPT_HEADER)
+READ_HEADERS = (SLO_HEADER, PREDICTED_HEADER, STREAM_HEADER, RECEIPT_HEADER, *HEADERS)
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
 SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
 USAGE_FIELD = b'"stream_options":{"include_usage":true},'
@@ -87,11 +98,22 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: byte
         math.ceil(ids / read.prompts) + least,
     )
     draft.tier, draft.priority = body.tier, body.level
-    if not headers.keys().isdisjoint(TERMS):
-        _read_terms(draft, headers)
     draft.prompt, draft.opening, draft.previous = read.prompt, read.opening, body.previous_response_id or ""
     draft.blocks, share = prompt_blocks(read.pieces, read.prompt.model, secret)
     draft.block_share = share / read.prompts
+    draft.trail = read.trail
+    if not headers.keys().isdisjoint(READ_HEADERS):
+        _read_terms(draft, headers)
+        _belongs(draft, body, sent_in_headers(headers))
+    if (
+        body.session_id
+        or body.prompt_cache_key
+        or body.metadata
+        or body.nvext
+        or body.program_id
+        or body.session_params
+    ):
+        _belongs(draft, body, sent_in_body(body.sent_ids))
     passed = _forwarded(headers, endpoint.headers)
     draft.wire = Wire(endpoint.path, sent, stream, written, passed, "", endpoint.form)
 
@@ -117,6 +139,14 @@ def _read_terms(draft: Draft, headers: Mapping[str, str]) -> None:
     draft.predicted_tokens = _positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31)
     draft.stream_name = _stream_name(headers.get(STREAM_HEADER))
     draft.receipt = _flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER))
+
+
+def _belongs(draft: Draft, body: AnswerBody, sent: Sent | None) -> None:
+    """Note the ids of a session; those in headers come first, and count."""
+    if sent is not None:
+        if draft.trail is None:  # a first question, or a prompt without turns
+            draft.trail = Trail(step=0 if isinstance(body, CompletionBody) else 1)
+        draft.trail.sent = draft.trail.sent or sent
 
 
 def _slo_s(headers: Mapping[str, str]) -> float | None:

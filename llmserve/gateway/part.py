@@ -20,7 +20,9 @@ from llmserve.http.exchange import BodySink
 from llmserve.http.proxies import TrustedProxies
 from llmserve.http.server import is_loopback
 from llmserve.live.cluster import LiveCluster
+from llmserve.observe.counters import Families
 from llmserve.part import Part, Server
+from llmserve.programs.known_programs import KnownPrograms
 from llmserve.settings.tree import Config, aliases_of
 from llmserve.tenants.keys import keys_of
 from llmserve.tenants.limits import KeyLimits
@@ -73,7 +75,9 @@ class Admitting(Part):
         cluster.routes.has_keys = lambda: key_limits.keys.required
         names = aliases_of(config.engines.alias)
         aliases = server.add(Aliases(names, cluster.fleet.is_up))
-        clients = of_clients(cluster, key_limits, config.limits, aliases if names else None)
+        told = server.get(Families).counter("llmserve_program_requests")
+        programs = KnownPrograms(count=lambda source: told.of(source).inc())
+        clients = of_clients(cluster, key_limits, config.limits, aliases if names else None, programs)
         server.add(Admissions(clients, of_gateways(clients, cluster, aliases if names else None)))
         yield
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from llmserve.calls.prompt_blocks import Piece
-from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody, text_of
-from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, unreadable
+from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody
+from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, text_or_none, unreadable
+from llmserve.programs.trail import KIND_CHARACTERS, Trail, marks_of
 from llmserve.wire.json_text import structure
 from predictor.prompt import Prompt
 
 OPENING_CHARS = 512
+FIRST_TURNS = 2  # of a first question: it, and a system prompt
 
 
 class ReadPrompt(msgspec.Struct):
@@ -21,6 +23,7 @@ class ReadPrompt(msgspec.Struct):
     prompt   input of the length predictor
     pieces   all of its texts, in the order of the engine's template; of several prompts those of the first
     chars    characters of all its texts; ids : number of its token ids; prompts : each has its own answers
+    trail    to find the earlier requests from which it goes on; None: a first question without tools
     """
 
     prompt: Prompt
@@ -28,6 +31,7 @@ class ReadPrompt(msgspec.Struct):
     chars: int
     ids: int = 0
     prompts: int = 1
+    trail: Trail | None = None
 
     @property
     def opening(self) -> str:
@@ -39,24 +43,32 @@ def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | N
     """The predictor gets the last user turn, the system prompt, and the length of all other turns in characters."""
     roles = [message.role or "" for message in body.messages]
     texts = [message.content if type(message.content) is str else message.text for message in body.messages]
-    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
+    tool_call = ""
+    if body.tools:
+        results = [message.tool_call_id for message in body.messages if message.role == "tool"]
+        tool_call = (text_or_none(results[-1]) or "") if results else ""
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call)
 
 
 def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
     """As of a chat. A prompt that goes on from an earlier response lacks what only the engine knows."""
     turns = [("system", body.instructions)] if body.instructions and isinstance(body.instructions, str) else []
-    turns += body.turns
+    read, tool_call = body.read()
+    turns += read
     roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max)
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call)
 
 
 def read_messages(body: MessagesBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
     """As of a chat: the results of tools are turns of their own, for they are not what the user asks."""
-    turns = [("system", text)] if (text := text_of(body.system)) else []
+    turns = [("system", text)] if (text := body.rules) else []
+    tool_call = ""
     for message in body.messages:
-        turns += message.turns
+        read, last_call = message.read()
+        turns += read
+        tool_call = last_call or tool_call
     roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    return _read_turns(body, roles, texts, stops, "", output_tokens_max)
+    return _read_turns(body, roles, texts, stops, "", output_tokens_max, tool_call)
 
 
 def _read_turns(
@@ -66,8 +78,9 @@ def _read_turns(
     stops: tuple[str, ...],
     format: str,
     output_tokens_max: int | None,
+    tool_call: str,
 ) -> ReadPrompt:
-    """roles, texts : of each turn"""
+    """roles, texts : of each turn.  tool_call : id of the last one whose result is there"""
     tools, model = body.tools_count, body.model or ""
     if not roles:
         prompt = Prompt("", model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
@@ -88,7 +101,12 @@ def _read_turns(
     pieces: list[Piece] = [memoryview(body.tools)] if tools else []
     for role, content in zip(roles, texts, strict=True):
         pieces += (role, content)
-    return ReadPrompt(prompt, pieces, chars)
+    trail = None
+    if tools or len(roles) > FIRST_TURNS or body.previous_response_id:
+        first = texts[0][:KIND_CHARACTERS] if roles[0] in ("system", "developer") else ""
+        marks, step = marks_of(zip(roles, texts, strict=True), hash(model))
+        trail = Trail(marks, step, (first, bytes(body.tools)), tool_call)
+    return ReadPrompt(prompt, pieces, chars, 0, 1, trail)
 
 
 def _last(roles: list[str], role: str) -> int:

@@ -2,7 +2,8 @@
 
     head   before the body is read   while_serving, authenticated, within_limits
     body   reads the body            reading
-    last   in one step of the loop   named, aliased, own_stream, default_deadline, fair_share, served, routed
+    last   in one step of the loop   named, aliased, own_stream, default_deadline, fair_share, served, routed,
+                                     identified
 
 A stage takes the draft of the call, fills in what the stage decides, and refuses the call by raising a RequestError.
 `of_clients` has the stages of a client's request. `of_gateways` and jobs/submission.py have the same stages with
@@ -12,6 +13,7 @@ another identity, and jobs/run/file_run.py has those that need no server.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from llmserve.gateway.aliases import Aliases, only_model, with_model
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.fitting import check_served
 from llmserve.gateway.parse import limits_of, read_request
+from llmserve.programs.known_programs import KnownPrograms
 from llmserve.request import Call
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.tenants.authentication import Keys, authorization_of
@@ -83,9 +86,13 @@ def is_large(body: bytes) -> bool:
 
 
 def of_clients(
-    cluster: LiveCluster, key_limits: KeyLimits, config: ApiConfig, aliases: Aliases | None = None
+    cluster: LiveCluster,
+    key_limits: KeyLimits,
+    config: ApiConfig,
+    aliases: Aliases | None = None,
+    programs: KnownPrograms | None = None,
 ) -> Admission:
-    """Requests of clients."""
+    """Requests of clients. programs : to which they belong"""
     fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
     return Admission(
         head=[while_serving(cluster), authenticated(key_limits.keys), within_limits(key_limits)],
@@ -96,6 +103,7 @@ def of_clients(
             *([default_deadline(DefaultDeadlines(config.slo_ms))] if config.slo_ms else []),
             FAIR_BY[fair_by],
             *_placing(cluster),
+            *([identified(programs)] if programs is not None else []),
         ],
     )
 
@@ -246,6 +254,20 @@ def forwarded_identity(draft: Draft) -> None:
     header = draft.headers.get(ASKER_HEADER)
     if header is not None:
         draft.terms = forwarded_terms(header)
+
+
+def identified(programs: KnownPrograms, now_s: Callable[[], float] = time.monotonic) -> Stage:
+    """Find the program of a conversation. The last stage: whoever is counted to a program is queued."""
+
+    def identify(draft: Draft) -> None:
+        trail = draft.trail
+        if trail is not None:
+            draft.member = member = programs.arrived(trail, draft.key, draft.previous, now_s())
+            program = member.program
+            draft.program, draft.parent, draft.step = program.id, program.parent, program.step
+            draft.kind = programs.kind_of(trail)
+
+    return identify
 
 
 # ---- where ---------------------------------------------------------------------------------------------------------

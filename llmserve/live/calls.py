@@ -263,6 +263,8 @@ class Calls:
             if in_flight.charge is not None:
                 self._charges.settle(in_flight)
             if ended is not None:
+                if in_flight.call.member is not None:
+                    in_flight.call.member.left(in_flight.measured.names)
                 _tell(self.on_ended, in_flight)
         if not self._in_flight:
             self.empty.set()
@@ -326,4 +328,8 @@ def request_of(in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float
         EVEN if terms.weight == EVEN else terms.weight,  # a journal leaves out this very object, not its equals
         terms.background,
         LAST if terms.after_tokens == LAST else terms.after_tokens,
+        terms.program,
+        terms.parent,
+        terms.kind,
+        terms.step,
     )

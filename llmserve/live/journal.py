@@ -34,6 +34,7 @@ READABLE = (4, 5, 6, 7, 8, 9, 10, 11, 12, VERSION)
 # refusals (RequestEnded, FailRequest) with version 11, engines that hold few models at once with version 12.
 # Blocks of prompts, and CacheChanged, came with version 13. Before, requests had hashes of longer and longer beginnings
 # of the prompt, from 256 characters on. Each is read as a block: engines are compared by how many of them they have.
+# Programs of requests, and the tools that an answer calls, came with version 13, too.
 BEGINNINGS = b'"prefixes":[', b'"block_tokens":64.0,"blocks":['
 BLOCKS_SINCE = 13
 STEPS_MAX = 1_000  # more would push what each request needs out of the processor's caches

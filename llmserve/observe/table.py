@@ -139,6 +139,14 @@ RUNS = (  # run_counts.py
     ),
     _counter("output_tokens", "Output tokens of complete answers", "model", "engine"),
 )
+PROGRAMS = (  # gateway/part.py
+    _counter(
+        "program_requests",
+        "Requests that belong to a program, by the client whose ids they had; without ids: answer (the program's last "
+        "answer made their tool call), prompt (their prompt goes on from the program's), first (they begin a program)",
+        "source",
+    ),
+)
 WEBHOOK = (  # webhook/part.py; only with a receiver
     _counter(
         "batch_webhooks",
@@ -154,7 +162,7 @@ CACHES = (  # kv_events/part.py; only with --kv-events
         *("engine", "event"),
     ),
 )
-COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS, *WEBHOOK, *CACHES)
+COUNTED = (*KEYS, *REQUESTS, *STREAMS, *RUNS, *PROGRAMS, *WEBHOOK, *CACHES)
 
 # ---- read -----------------------------------------------------------------------------------------------------------
 

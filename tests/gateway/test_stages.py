@@ -34,8 +34,9 @@ from llmserve.wire.headers import ASKER_HEADER
 from llmserve.wire.terms import header_of
 
 CHAT = ENDPOINTS["/v1/chat/completions"]
-READING = reading(BodyLimits())
-TERMS = Terms("ann", "ann//+1", 0.25, "ann/app", 1.5, 7.0, receipt=True, background=True, after_tokens=3.0)
+READING = reading(BodyLimits(), b"secret")
+PROGRAM = {"program": 11, "parent": 12, "kind": 13, "step": 2}
+TERMS = Terms("ann", "ann//+1", 0.25, "ann/app", 1.5, 7.0, receipt=True, background=True, after_tokens=3.0, **PROGRAM)
 
 
 def body(**fields: Any) -> bytes:

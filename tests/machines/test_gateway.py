@@ -89,6 +89,20 @@ async def test_a_gateway_tells_the_group_whose_request_it_is(
     assert request.sender, "the key is the sender, whose lengths are learnt"
 
 
+async def test_a_gateway_tells_the_group_to_which_program_a_request_belongs(
+    start_front: StartFront, group_server: ServerConfig, gateway_server: ServerConfig
+) -> None:
+    tools = [{"type": "function", "function": {"name": "shell"}}]
+    async with FakeEngine(step_s=0.001) as fake:
+        group = await start_front(fake, server=group_server)
+        gateway = await start_gateway(start_front, group, server=gateway_server)
+        async with gateway.post(headers={**key("ann"), "x-session-id": "s"}, max_tokens=1, tools=tools) as response:
+            told = int(response.headers["x-llmserve-program"], 16)
+    (there,), (here,) = arrived(group), arrived(gateway)
+    assert told == here.program == there.program != 0
+    assert (here.kind, here.step) == (there.kind, there.step)
+
+
 async def test_keys_and_limits_are_checked_at_the_gateway_only(
     start_front: StartFront, group_server: ServerConfig, gateway_server: ServerConfig
 ) -> None:

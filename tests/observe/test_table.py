@@ -28,7 +28,8 @@ def text_of_everything() -> str:
     cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
     families = Families(TABLE)
     KeyUsage(lambda: cluster.models, families)
-    families.counter("llmserve_batch_webhooks")
+    for counted in ("llmserve_program_requests", "llmserve_batch_webhooks", "llmserve_engine_cache_events"):
+        families.counter(counted)
     saver: Any = SimpleNamespace(last=SimpleNamespace(at_s=1.0, seconds=0.1, size=10), failures=0)
     metrics = Metrics(cluster, 8, [ModelledEnergy({"": profile})], saver=saver, families=families)
     metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
