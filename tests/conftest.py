@@ -12,6 +12,7 @@ os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "kit" / "matplotlibrc")
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks another host
 
 import resource
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -25,6 +26,9 @@ from llmserve.engines.timed.server import FakeEngine
 from llmserve.server.serving import serving
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
+
+# Servers that tests start take over that a signal is ignored, as under nohup; then a hangup would end none of them.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # On a shared machine with two workers the duration of one example says little.
 hypothesis.settings.register_profile("shared machine", deadline=None)
