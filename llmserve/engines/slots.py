@@ -3,7 +3,7 @@
 A front-end sees when it sends a request, when a stream begins, and when an answer ends. An engine starts its requests
 in the order of their arrival, so the time that a request takes there tells how many run at once:
 
-    asked    requests in flight when the request was sent, itself included
+    asked    requests in flight when the request was sent, itself included; one of n choices counts n times
     service  seconds from a request's slot to the first token of a stream. Measured on requests that had room
     had      requests that ran at once when the request got its slot. had < asked: the request has waited, and the
              engine has `had` slots
@@ -16,6 +16,8 @@ The number doubles, from few on, as soon as it is seen that as many run at once:
 a time to first token for each step; of whole answers, their likelihood. When a request waits, the limit is found. Then
 the learner holds the number, and tries a few requests more from time to time, ever less often while these wait. The
 number falls when requests wait although no more are in flight than the number; where answers are whole, a try shows it.
+
+While an engine loads a model, nothing that it has got by then shows anything.
 
 What an engine tells of itself comes first: a number of slots is a fact, and where an engine counts the requests that
 run and wait in it, answers only prove slots.
@@ -55,16 +57,17 @@ TRY_ANSWERS = 8  # whole answers after which a try is over, or as many as slots
 PAUSE_FIRST, PAUSE_ONE, PAUSE_MOST = 16, 64, 512  # answers between two tries: at first; of one slot at first; at most
 WITNESSES_MAX = 8  # requests that have waited, before the number follows
 TOLD_AHEAD, TOLD_AHEAD_SLOTS = 2, 20  # where an engine counts them, two that wait show at any time that it is full
+EACH_MEMORY, EACH_ONE = 20, 1.02  # requests of which the mean of sequences is taken; up to which mean all have one
 WAY_SPARED = 0.02  # of an answer's time: a way to the engine that costs less needs no look-ahead
 
 
 class _Sent:
-    """A request in flight. ended : answers of the engine that had ended before"""
+    """A request in flight, of one sequence for each choice. ended : sequences of the engine that had ended before"""
 
-    __slots__ = ("asked", "at_s", "began_s", "ended")
+    __slots__ = ("asked", "at_s", "began_s", "ended", "sequences")
 
-    def __init__(self, at_s: float, asked: int, ended: int) -> None:
-        self.at_s, self.asked, self.ended = at_s, asked, ended
+    def __init__(self, at_s: float, sequences: int, asked: int, ended: int) -> None:
+        self.at_s, self.sequences, self.asked, self.ended = at_s, sequences, asked, ended
         self.began_s: float | None = None
 
 
@@ -128,7 +131,7 @@ class SlotsLearner:
     look_ahead  a constant look-ahead; None: as many as the way to the engine costs
     in_order    the engine starts its requests in the order of their arrival; False: only streams that advance count
 
-    slots       the number
+    slots       the number, in requests: where requests have several choices, fewer than the engine's sequences
     look_ahead  requests to send beyond the slots: what the way costs, and what is tried
     found       the limit was found: before, there may be far more slots
     """
@@ -140,6 +143,9 @@ class SlotsLearner:
         self._fixed, self._look_ahead, self._in_order = fixed, look_ahead, in_order
         self._told: tuple[int, int] | None = None  # requests that run and wait, as the engine told last
         self._running: dict[int, _Sent] = {}
+        self._in_flight, self._each = 0, 1.0  # sequences; mean of a request
+        self._loading: set[int] = set()  # requests for which the engine loads their model
+        self._loaded_s = -math.inf  # when the last load had ended
         self._advancing = 0  # streams that have begun and not ended
         self._streams, self._latest = 0.0, 1.0  # share of streams among the answers; weight of the latest
         self._ends: list[float] = []
@@ -172,14 +178,32 @@ class SlotsLearner:
             self._ahead = self._look_ahead
         else:
             self._ahead = TOLD_AHEAD if self._counted else self._way_ahead
+        self._limit = self._number + self._ahead + self._tried
         self.slots, self.look_ahead = self._number, self._ahead + self._tried
+        if self._each > 1.0 and not self._fixed:
+            self.slots = max(1, round(self._number / self._each))
+            self.look_ahead = math.ceil(self.look_ahead / self._each)
 
     # ---- what answers show ----
 
-    def sent(self, request_id: int, now_s: float) -> None:
-        """A request goes to the engine."""
+    def sent(self, request_id: int, now_s: float, sequences: int = 1, *, loads: bool = False) -> None:
+        """A request goes to the engine. loads : the engine must load the model first, or is doing so"""
+        self._in_flight += sequences
         ended = self._ends_forgotten + len(self._ends)
-        self._running[request_id] = _Sent(now_s, len(self._running) + 1, ended)
+        self._running[request_id] = _Sent(now_s, sequences, self._in_flight, ended)
+        if loads:
+            self._loading.add(request_id)
+            self._loaded_s = math.inf
+        if sequences > 1 or self._each > 1.0:
+            self._each += (sequences - self._each) / EACH_MEMORY
+            self._each = self._each if self._each > EACH_ONE else 1.0
+            self._follow()
+
+    def _has_loaded(self, request_id: int, now_s: float) -> None:
+        """A request that may have waited for a load has begun, or has left."""
+        self._loading.discard(request_id)
+        if not self._loading:
+            self._loaded_s = now_s
 
     def began(self, request_id: int, now_s: float) -> None:
         """The first token of a stream is there."""
@@ -187,16 +211,20 @@ class SlotsLearner:
         if sent is None or sent.began_s is not None:
             return
         sent.began_s = self._now_s = now_s
-        self._advancing += 1
+        self._advancing += sent.sequences
         self._streams += (1.0 - self._streams) * self._latest
         if self._latest > LATEST_LEAST:
             self._latest /= 1.0 + self._latest
+        if self._loading:
+            self._has_loaded(request_id, now_s)
+        if sent.at_s < self._loaded_s:
+            return
         took_s, asked = now_s - sent.at_s, sent.asked
         service_s, since = self._first_s.value or took_s, max(0, sent.ended - self._ends_forgotten)
         ended, had = len(self._ends) - since, asked
         if took_s > LATE * service_s and ended and self._in_order:
             before = bisect_right(self._ends, now_s - LATE * service_s, since) - since
-            had = max(1, asked - min(before + 1, ended))  # one more end: the one that gave the slot
+            had = max(1, asked - min(before + sent.sequences, ended))  # more ends: those that gave the slots
             if ended == 1:
                 self._freed_s.observe(now_s - self._ends[-1])
         if had == asked:
@@ -213,16 +241,27 @@ class SlotsLearner:
         if sent is None:
             return
         self._now_s = now_s
-        self._ends.append(now_s)
+        sequences = sent.sequences
+        self._in_flight -= sequences
+        if sequences == 1:
+            self._ends.append(now_s)
+        else:
+            self._ends += [now_s] * sequences
+        if self._loading:
+            self._has_loaded(request_id, now_s)
         if sent.began_s is not None:
-            self._advancing -= 1
+            self._advancing -= sequences
             self._answer_s.observe(now_s - sent.began_s)
         elif tokens > 0:
             self._streams -= self._streams * self._latest
             if self._latest > LATEST_LEAST:
                 self._latest /= 1.0 + self._latest  # a mean at first
-            if self._streams < STREAMS_LEAST and self._ends_tell and sent.at_s >= self._level.since_s:
-                self._whole(sent, now_s, tokens)
+            if (
+                self._streams < STREAMS_LEAST
+                and self._ends_tell
+                and sent.at_s >= max(self._level.since_s, self._loaded_s)
+            ):
+                self._whole(sent, now_s, tokens / sequences)
         if len(self._ends) >= self._ends_due:
             self._forget_ends()
 
@@ -252,7 +291,9 @@ class SlotsLearner:
         before, self._told = self._told or (0, 0), (running, waiting)
         self._follow()
         full = running >= self._number and not waiting and (self._counted or not self.found)
-        if min(before[1], waiting) > self.look_ahead:  # twice: a reading may fall before a request's first step
+        if (
+            min(before[1], waiting) > self._ahead + self._tried
+        ):  # twice: a reading may fall before a request's first step
             self._set(max(before[0], running))
             self.found = True
         elif self.found and running > self._number + self._ahead:
@@ -265,6 +306,8 @@ class SlotsLearner:
     def restarted(self) -> None:
         """The engine has lost its requests. It may come back with other slots, so the search begins anew."""
         self._running.clear()
+        self._loading.clear()
+        self._in_flight, self._loaded_s = 0, -math.inf
         self._advancing, self._told, self._pace = 0, None, None
         self.found = self._fixed
         if not self._fixed:
@@ -326,20 +369,20 @@ class SlotsLearner:
             self._next_try(sent.asked)
             return
         slots, answers = self._number, self._level.answers
-        limit = slots + self.look_ahead
         if sent.asked < (LOADED * slots if self.found else self._proven):
             return  # too few were in flight to tell numbers apart
         if answers.add(sent.asked + sent.ended, sent.at_s, now_s, tokens):
             answers.due += answers.due if self.found else max(1, answers.due // 2)
             least = max(1, (slots if self.found else self._proven) // 2)
-            explained = answers.explain(least, limit, self._ends, self._ends_forgotten, self._pace)
+            explained = answers.explain(least, self._limit, self._ends, self._ends_forgotten, self._pace)
             if self.found:
-                self._judge_try(explained, limit)
+                self._judge_try(explained)
             else:
-                self._judge_search(explained, limit)
+                self._judge_search(explained)
 
-    def _judge_search(self, explained: Explained, limit: int) -> None:
+    def _judge_search(self, explained: Explained) -> None:
         """Double the limit where as many run at once, or stop at the number that explains the answers."""
+        limit = self._limit
         best, nearly_all = explained.best(), explained.numbers > NEARLY_ALL * limit - 0.5
         if nearly_all[best]:
             if explained.odds(best, ~nearly_all) >= GROW_ODDS:
@@ -351,9 +394,9 @@ class SlotsLearner:
             self._pace, self.found = explained.pace(best), True
             self._set(int(explained.numbers[best]))
 
-    def _judge_try(self, explained: Explained, limit: int) -> None:
+    def _judge_try(self, explained: Explained) -> None:
         """Take another number that explains the answers better, or end a try in which requests have only waited."""
-        slots, count = self._number, len(self._level.answers)
+        slots, limit, count = self._number, self._limit, len(self._level.answers)
         best, here = explained.best(), int(np.argmin(abs(explained.numbers - slots)))
         number = int(explained.numbers[best])
         odds = explained.odds(best, explained.numbers == explained.numbers[here])

@@ -167,8 +167,14 @@ class Calls:
             in_flight.trace.started(in_flight, now_s)
         if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
-        self.fleet.sent(handle, in_flight, now_s)
+        loads = handle.models_at_once > 0 and self._loads(handle.name, in_flight.request.id)
+        self.fleet.sent(handle, in_flight, now_s, loads=loads)
         in_flight.answering = Forwarding(self, handle, in_flight, batch)
+
+    def _loads(self, engine: str, request_id: int) -> bool:
+        """Whether an engine that loads models on demand loads the request's."""
+        run = self._scheduler.engines[engine].running.get(request_id)
+        return run is not None and run.loads
 
     def stop(self, action: AbortRequest) -> None:
         """Close the connection to the engine; the end of the request follows."""

@@ -404,11 +404,12 @@ class Fleet:
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
-    def sent(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
-        """A call goes to the engine."""
+    def sent(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float, *, loads: bool) -> None:
+        """A call goes to the engine. loads : which loads the call's model first, or is doing so"""
         handle.add(in_flight)
         if (learner := handle.engine.slots) is not None:
-            learner.sent(in_flight.request.id, now_s)
+            request = in_flight.request
+            learner.sent(request.id, now_s, request.sequences, loads=loads)
 
     def began(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
         """The stream of a call begins."""

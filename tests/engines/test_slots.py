@@ -18,7 +18,10 @@ from llmserve.engines.slots import SLOTS_MAX, SlotsLearner
 class Engine:
     """An engine of `slots` in virtual time, kept as full as a learner allows.
 
-    tokens : of the next answer.  The first token comes after `first_s`, each after `step_s`.  in_order : answers stream
+    tokens : of the next answer.  The first token comes after `first_s`, each after `step_s`.  streams : answers stream.
+    way_s : from the learner to the engine.  choices : of the next request
+
+    load_s : the next request is of a model that takes so long to load, during which all stands still
     """
 
     def __init__(
@@ -30,61 +33,83 @@ class Engine:
         first_s: float = 0.1,
         streams: bool = True,
         tokens: Callable[[], int] = lambda: 100,
+        way_s: float = 0.0,
+        choices: Callable[[], int] = lambda: 1,
     ) -> None:
         self.slots, self.learner = slots, learner
-        self.now_s = 0.0
+        self.now_s = self.load_s = 0.0
         self._step_s, self._first_s, self._streams, self._tokens = step_s, first_s, streams, tokens
-        self._waiting: deque[int] = deque()
-        self._running: dict[int, int] = {}
-        self._events: list[tuple[float, int, bool]] = []
+        self._way_s, self._choices = way_s, choices
+        self._waiting: deque[tuple[int, int]] = deque()  # (request, choices)
+        self._running: dict[int, int] = {}  # choices
+        self._events: list[tuple[float, int, Callable[[int], bool]]] = []
+        self._sent: dict[int, int] = {}  # choices
         self._last_id = 0
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._sent)
 
     def send(self) -> None:
         self._last_id += 1
-        self.learner.sent(self._last_id, self.now_s)
-        self._waiting.append(self._last_id)
-        self._start()
+        self._sent[self._last_id] = self._choices()
+        self.learner.sent(self._last_id, self.now_s, self._sent[self._last_id], loads=self.load_s > 0)
+        self._events = [(at_s + self.load_s, *event) for at_s, *event in self._events]
+        self._later(self._way_s + self.load_s, self._last_id, self._arrive)
+        self.load_s = 0.0
 
     def fill(self) -> None:
         while self.in_flight < self.learner.slots + self.learner.look_ahead:
             self.send()
 
+    def step(self) -> bool:
+        """Let what is next happen. Returns whether an answer has ended."""
+        self.now_s, request_id, happen = heapq.heappop(self._events)
+        return happen(request_id)
+
+    def answer(self, count: int) -> None:
+        """Keep the engine full until so many answers have ended."""
+        self.fill()
+        while count:
+            count -= self.step()
+            self.fill()
+
+    def _later(self, seconds: float, request_id: int, happen: Callable[[int], bool]) -> None:
+        heapq.heappush(self._events, (self.now_s + seconds, request_id, happen))
+
+    def _arrive(self, request_id: int) -> bool:
+        self._waiting.append((request_id, self._sent[request_id]))
+        self._start()
+        return False
+
     def _start(self) -> None:
-        while self._waiting and len(self._running) < self.slots:
-            request_id, tokens = self._waiting.popleft(), self._tokens()
-            self._running[request_id] = tokens
-            heapq.heappush(self._events, (self.now_s + self._first_s, request_id, False))
+        while self._waiting and sum(self._running.values()) + self._waiting[0][1] <= self.slots:
+            request_id, choices = self._waiting.popleft()
+            self._running[request_id] = choices
+            self._later(self._first_s, request_id, self._begin)
+
+    def _begin(self, request_id: int) -> bool:
+        if self._streams:
+            self.learner.began(request_id, self.now_s)
+        tokens = self._tokens()
+        self._later(tokens * self._step_s, request_id, lambda _: self._end(request_id, tokens))
+        return False
+
+    def _end(self, request_id: int, tokens: int) -> bool:
+        choices = self._running.pop(request_id)
+        del self._sent[request_id]
+        self._start()
+        self.learner.ended(request_id, self.now_s, tokens * choices)
+        return True
 
     def restart(self, slots: int) -> None:
         """Lose all requests, and come back with other slots."""
         self.slots = slots
         self._waiting.clear()
         self._running.clear()
+        self._sent.clear()
         self._events.clear()
         self.learner.restarted()
-
-    def step(self) -> bool:
-        """Let the next stream begin, or the next answer end. Returns whether one has ended."""
-        self.now_s, request_id, ends = heapq.heappop(self._events)
-        if not ends:
-            if self._streams:
-                self.learner.began(request_id, self.now_s)
-            heapq.heappush(self._events, (self.now_s + self._running[request_id] * self._step_s, request_id, True))
-            return False
-        tokens = self._running.pop(request_id)
-        self._start()
-        self.learner.ended(request_id, self.now_s, tokens)
-        return True
-
-    def answer(self, count: int) -> None:
-        """Keep the engine full until so many answers have ended."""
-        while count:
-            self.fill()
-            count -= self.step()
 
 
 def lengths(seed: int = 1) -> Callable[[], int]:
@@ -209,7 +234,52 @@ def test_few_whole_answers_at_once_prove_no_limit() -> None:
     assert not engine.learner.found
 
 
+# ---- choices, and loads of models ----
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_requests_of_two_choices_take_two_slots_each(streams: bool) -> None:
+    engine = Engine(8, SlotsLearner(), streams=streams, tokens=lengths(), choices=lambda: 2)
+    engine.answer(100)
+    assert engine.learner.slots == 4
+
+
+def test_requests_of_one_choice_find_all_slots_again_after_some_of_several() -> None:
+    choices = itertools.chain([3] * 30, itertools.repeat(1))
+    engine = Engine(8, SlotsLearner(), tokens=lengths(), choices=lambda: next(choices))
+    engine.answer(200)
+    assert engine.learner.slots == 8
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_load_of_a_model_says_nothing_of_the_slots(streams: bool) -> None:
+    engine = Engine(4, SlotsLearner(), streams=streams, tokens=lengths())
+    engine.answer(40)
+    for _ in range(40):
+        engine.load_s = 20.0
+        for _ in range(6):
+            engine.answer(1)
+            assert engine.learner.slots == 4
+
+
 # ---- the way to the engine ----
+
+
+def look_ahead_least(engine: Engine) -> int:
+    """Without tries, which are over now and then."""
+    engine.answer(200)
+    seen = []
+    for _ in range(100):
+        engine.answer(1)
+        seen.append(engine.learner.look_ahead)
+    return min(seen)
+
+
+@pytest.mark.parametrize(("way_s", "look_ahead"), [(0.0, 0), (0.02, 0), (0.25, 1), (0.5, 2)])
+def test_the_look_ahead_is_what_the_way_costs(way_s: float, look_ahead: int) -> None:
+    """Answers take 2 s: of 8 slots, 8 * way_s / 2 wait for a request, less the fiftieth that is spared."""
+    engine = Engine(8, SlotsLearner(8, fixed=True), way_s=way_s)
+    assert look_ahead_least(engine) == look_ahead
 
 
 def test_a_known_number_stays_and_the_look_ahead_is_as_told() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 from front import Front, StartFront, until
 
@@ -68,3 +69,41 @@ async def test_an_engine_of_many_slots_is_full_within_its_first_answers(start_fr
                 group.create_task(ended(front, LONG, ends))
             await until(lambda: engine.running == 32)
             assert len(ends) < 32
+
+
+async def whole_answers(front: Front, engine: FakeEngine, slots: int) -> int:
+    """Number of whole answers of many lengths, a dozen requests at once, after which so many slots are known."""
+    ends: list[int] = []
+
+    async def answered(tokens: int) -> None:
+        async with front.post(max_tokens=tokens) as answer:
+            await answer.read()
+        ends.append(tokens)
+
+    lengths = itertools.cycle([20, 35, 12, 28, 16, 40, 24, 10, 32])
+    learner = next(iter(front.cluster.fleet.handles.values())).engine.slots
+    assert learner is not None
+    while (learner.slots, learner.found) != (slots, True) and len(ends) < 100:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                group.create_task(answered(next(lengths)))
+    return len(ends)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+async def test_whole_answers_tell_the_slots(start_front: StartFront, slots: int) -> None:
+    async with Silent(slots=slots, step_s=0.01) as engine:
+        front = await start_front(engine, slots=None)
+        assert await whole_answers(front, engine, slots) <= 60
+
+
+async def test_whole_answers_tell_the_slots_of_an_engine_that_comes_back_with_fewer(start_front: StartFront) -> None:
+    async with Silent(slots=4, step_s=0.01) as before:
+        front = await start_front(before, slots=None)
+        await whole_answers(front, before, 4)
+        port = int(before.url.rsplit(":", 1)[1])
+    handle = next(iter(front.cluster.fleet.handles.values()))
+    await until(lambda: not handle.up)
+    async with Silent(slots=1, step_s=0.01, port=port) as after:
+        await until(lambda: handle.up)
+        assert await whole_answers(front, after, 1) <= 60
