@@ -142,7 +142,7 @@ class KnownPrograms:
         place = hash((owner, sent.client, sent.session, sent.context))
         program = self._sent.get(place)
         if program is None:
-            own = self._hash(owner, sent.client, sent.session, sent.context)
+            own = sent.told or self._hash(owner, sent.client, sent.session, sent.context)
             program = self._sent[place] = KnownProgram(own, self._parent_of(sent, owner))
             if len(self._sent) > MARKS_MAX:
                 self._sent.popitem(last=False)

@@ -17,6 +17,8 @@ VALUE_CHARS_MAX = 256  # of an id; a longer one counts as none
 FIELD_BYTES_MAX = 4 << 10  # of an object in the body that may hold an id
 PROGRAM_HEADER = "x-llmserve-program"  # also of answers: the program to which the request was counted
 SESSION_HEADER = "x-llmserve-session"
+OWN = "llmserve"
+_TOLD = re.compile(r"[0-9a-f]{12}")
 
 
 class Sent(NamedTuple):
@@ -31,6 +33,12 @@ class Sent(NamedTuple):
     session: str
     context: str = ""
     parent: str = ""
+
+    @property
+    def told(self) -> int:
+        """The program, if the client sends back what an answer has told; else 0."""
+        sends_back = self.client == OWN and not self.session and _TOLD.fullmatch(self.context)
+        return int(self.context, 16) if sends_back else 0
 
 
 def as_sent(value: str) -> str:
@@ -77,7 +85,7 @@ class Source(NamedTuple):
 
 
 SOURCES = (
-    Source("llmserve", (SESSION_HEADER,), (PROGRAM_HEADER,)),
+    Source(OWN, (SESSION_HEADER,), (PROGRAM_HEADER,)),
     Source(
         "claude_code",
         ("x-claude-code-session-id",),

@@ -76,6 +76,13 @@ def test_a_program_of_ids_is_the_same_after_a_restart_with_the_same_secret() -> 
     assert first == second != 0
 
 
+def test_a_client_may_send_back_the_program_that_an_answer_has_told() -> None:
+    asking = Asking()
+    first = asking.asked([user("a")], tools=[SHELL])
+    told = {"x-llmserve-program": f"{first.program:012x}"}
+    assert asking.asked([user("another context")], headers=told).program == first.program
+
+
 def test_a_header_counts_before_the_body() -> None:
     asking = Asking()
     draft = asking.asked([user("a")], headers={"x-session-id": "s"}, session_id="other")
