@@ -123,7 +123,8 @@ class UnknownEngine:
         self._now_s = self._step = self._waited_s = self._stalled_until_s = self._unread = 0.0
         self._serial = 0
         self._empty()
-        self._at_once: deque[Event] = deque()  # events that follow without delay
+        self._at_once: deque[Event] = deque()  # events that follow without delay; then a restart, if it is due
+        self._restarts = False
 
     def _empty(self) -> None:
         self._coming: deque[tuple[float, int]] = deque()
@@ -136,7 +137,7 @@ class UnknownEngine:
 
     @property
     def next_end_s(self) -> float | None:
-        if self._at_once:
+        if self._at_once or self._restarts:
             return self._now_s
         at_s = min(self._going[0][0] if self._going else math.inf, self._next_s())
         return at_s if at_s < math.inf else None
@@ -152,6 +153,8 @@ class UnknownEngine:
         raise NotImplementedError("no request is aborted here")
 
     def end(self, now_s: float) -> Event | None:
+        if self._restarts and not self._at_once:
+            self._restart()
         if self._at_once:
             return self._at_once.popleft()
         self._run(now_s)
@@ -167,10 +170,7 @@ class UnknownEngine:
         if self.learner is not None:
             self.learner.ended(request_id, now_s, tokens)
             self.numbers.append(self.learner.slots)
-        if self.world.slots_after is not None and len(self.ends) == self.world.requests // 2:
-            self._at_once.append(RequestEnded(NAME, request_id, "completed", tokens))
-            self._restart()
-            return self._at_once.popleft()
+        self._restarts = self.world.slots_after is not None and len(self.ends) == self.world.requests // 2
         return self._followed(RequestEnded(NAME, request_id, "completed", tokens))
 
     def _followed(self, event: Event | None) -> Event | None:
@@ -188,6 +188,7 @@ class UnknownEngine:
 
     def _restart(self) -> None:
         assert self.world.slots_after is not None, "checked"
+        self._restarts = False
         self.restarted, self._slots = len(self.ends), self.world.slots_after
         self._empty()
         if self.learner is not None:
