@@ -1,10 +1,10 @@
 """Random engines, their slots known or learnt from answers alone: throughput, and requests that wait inside.
 
-    python scripts/lab slots --count 240 --output docs/results/slots.json --plot docs/results/slots.png
+    python scripts/lab slots --count 1000 --output docs/results/slots.json --plot docs/results/slots.png
 
 The scheduler and the learner are those of the server (questions/slots/engine.py has the engine). All requests are there
 at the beginning. With known slots the look-ahead is 2. Both are measured from the 100th answer until only as many are
-left as the engine has slots; restarts and what they cost included. The learner was made with seeds from 1000 to 1150.
+left as the engine has slots; restarts and what they cost included. The learner was made with seeds from 1000 to 1499.
 """
 
 from __future__ import annotations
