@@ -214,10 +214,10 @@ class Calls:
 
     def began(self, in_flight: InFlightCall, *, first_token: bool = False) -> None:
         """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted. The time of a
-        stream's first token also tells how long an engine takes to load a model.
+        stream's first token also tells how long an engine takes to load a model, and that a long prompt is computed.
         """
         request_id = in_flight.request.id
-        if self._scheduler.preempts or (first_token and self._scheduler.learns_loads(request_id)):
+        if self._scheduler.preempts or (first_token and self._scheduler.wants_first_token(request_id)):
             self._driver.step(AnswerBegan(request_id))
 
     def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:

@@ -149,7 +149,9 @@ class Forwarding:
         if called or response_id:
             self._measured.names = (response_id, *ids_of(called)) if response_id else ids_of(called)
         told, tools = usage.cached_tokens, names_of(called) if called else ()
-        return RequestEnded(*self._request, "completed", each, cached_tokens=told, tools=tools)
+        first_at_s, last_at_s = self._measured.first_at_s, self._measured.last_at_s
+        decode_s = last_at_s - first_at_s if first_at_s is not None and last_at_s is not None else None
+        return RequestEnded(*self._request, "completed", each, cached_tokens=told, tools=tools, decode_s=decode_s)
 
     def _whole(self, body: bytes) -> RequestEnded:
         """Forward an answer that is not streamed, unless the body is an error in spite of the status."""

@@ -14,6 +14,7 @@ memory       : which request may block an engine for its memory
 messages     : all events and actions
 moments      : means and products of what answers show, for regressions
 planner      : when a new dispatch plan is wanted, and for which load
+prefills     : the long prompts that an engine computes
 rates        : arrivals, completions and service times, with a bounded memory
 release      : when a bin releases a batch, and of which size
 request_book : the state of each request, from its arrival to its end

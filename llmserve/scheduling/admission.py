@@ -59,7 +59,8 @@ class Admission:
     def enter(self, request: Request) -> None:
         """Let a request wait that was not refused."""
         queues = self._group.queues[request.model]
-        queued, queue = queues.admit(request, self._book.now_s)
+        cached_tokens = self._group.pool.most_cached(request, queues.engines) if request.blocks else 0.0
+        queued, queue = queues.admit(request, self._book.now_s, cached_tokens)
         if self._group.programs.arrived(queued, queues, self._book.now_s) and queues.load is not None:
             queues.dirty = True
         queued.suspect = request.sender in self._faults.suspects

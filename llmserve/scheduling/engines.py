@@ -21,6 +21,7 @@ from llmserve.request import BLOCK_TOKENS, EngineInfo, Request
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.loaded_models import LoadedModels
 from llmserve.scheduling.memory import MemoryToken, is_oversize
+from llmserve.scheduling.prefills import Prefills
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.residency import Residency
 from llmserve.scheduling.rests import Rests
@@ -32,7 +33,6 @@ PACE_SAME = 1e-6  # relative: smaller differences are rounding
 PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # an observed pace is clipped to these: beyond, the time was not a batch's
 PROVEN_S = 10.0  # seconds after an answer for which the engine's pace counts as proven
 OVERDUE_SHARE = 0.25  # an answer longer than all predictions is expected to grow by this share of itself
-IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prompt
 
 
 class Worker:
@@ -95,6 +95,7 @@ class EngineState:
     ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will do so later
     paces         by model, for models of known speed with at least one answer
     memory_token  who may block the engine while waiting for its memory
+    prefills      the long prompts that it computes
     rests         from models of which it has refused requests.  left_out : the models for which others work meanwhile
     loaded        the models in its memory, where that holds few of them; else None
     closed_to     the models of which it takes no requests now because of the models in its memory (sharing.py)
@@ -102,7 +103,8 @@ class EngineState:
 
     __slots__ = (
         *("_counted_at_s", "_refused", "_steps", "circuit", "closed_to", "expected", "info", "known", "left_out"),
-        *("loaded", "memory_token", "models", "paces", "ready", "rests", "running", "total_tokens", "worker"),
+        *("loaded", "memory_token", "models", "paces", "prefills", "ready", "rests", "running", "total_tokens"),
+        "worker",
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
@@ -114,7 +116,7 @@ class EngineState:
         self.worker = worker
         self.ready = self.known = self.expected = False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
-        self.memory_token = MemoryToken()
+        self.memory_token, self.prefills = MemoryToken(), Prefills()
         self.total_tokens = 0
         self._refused: dict[int, float] = {}  # by request id, ascending: the time before which it does not fit
         self._steps: dict[str, float] = {}  # by the name of a speed: steps so far of a refill engine, at that speed
@@ -222,7 +224,18 @@ class EngineState:
         loads = self.loaded is not None and self.loaded.use(self.weights(batch.model), self.weights_running, now_s)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
-                queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps, loads=loads
+                queued,
+                name,
+                batch.id,
+                batch.formed_at_s,
+                now_s,
+                concurrency,
+                steps,
+                False,
+                False,
+                loads,
+                0.0,
+                queued.cached_tokens,
             )
             self.total_tokens += queued.total_tokens
             if limited and (is_oversize(queued, self.info) or self.memory_token.holder is queued):
@@ -254,6 +267,8 @@ class EngineState:
             self.total_tokens -= queued.total_tokens
             if self.memory_token.holder is queued:
                 self.memory_token.end(now_s)
+            if self.prefills:
+                self.prefills.end(queued.request.id)
             if self.circuit.trial is not None:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
@@ -278,7 +293,10 @@ class EngineState:
         return {self.weights(run.queued.request.model) for run in self.running.values()}
 
     def note_first_token(self, run: Run, first_s: float) -> None:
-        """Learn from the time of a run's first token how long the engine takes to load a model."""
+        """Learn from the time of a run's first token: its prompt is computed, and how long the engine takes to load a
+        model.
+        """
+        self.prefills.end(run.queued.request.id)
         if self.loaded is None:
             return
         model, lead_s = self.weights(run.queued.request.model), first_s - run.started_at_s
@@ -348,6 +366,7 @@ class EnginePool:
     paused   engines in a pause of their circuit, by name
     resting  engines that rest from a model, by name
     sharing  engines whose models share a memory for few of them, by name
+    computing  engines that compute long prompts, by name
     batches  busy barrier engines, by the number of requests in their batch and by name
     residency  what each engine has in its prefix cache
     """
@@ -360,6 +379,7 @@ class EnginePool:
         self.paused: dict[str, EngineState] = {}
         self.resting: dict[str, EngineState] = {}
         self.sharing: dict[str, EngineState] = {}
+        self.computing: dict[str, EngineState] = {}
         self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
         self.residency = Residency()
 
@@ -447,17 +467,11 @@ class EnginePool:
         """Whether an engine other than these serves the model with a closed circuit."""
         return any(engine.info.name not in names and engine.circuit.closed for engine in self.serving(model))
 
-    # ---- choice of an engine ----
+    # ---- what they have in their caches ----
 
-    def preferred(self, engines: Iterable[EngineState], request: Request) -> EngineState:
-        """The engine with the most room; or of those that are hardly busier, the one that has most of the prompt."""
-        best = min(engines, key=_by_room)
-        if not request.blocks:
-            return best
-        near = [engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room]
-        hits = {engine: self.residency.hit_tokens(engine.info.name, request) for engine in near}
-        most = max(hits.values())
-        return min([engine for engine in near if hits[engine] == most], key=_by_room) if most else best
+    def most_cached(self, request: Request, engines: Iterable[EngineState]) -> float:
+        """Tokens of a prompt that the engine, of these, has which has most of it."""
+        return max([self.residency.hit_tokens(engine.info.name, request) for engine in engines], default=0.0)
 
     def sent(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
         """Note that these requests start on the engine."""
@@ -465,9 +479,19 @@ class EnginePool:
             if queued.request.blocks:
                 self.residency.sent(engine.info.name, queued.request)
 
+    # ---- long prompts ----
 
-def _by_room(engine: EngineState) -> tuple[int, str]:
-    return -engine.room, engine.info.name
+    def compute(self, engine: EngineState, request_id: int, seconds: float, now_s: float) -> None:
+        """Note that a long prompt was sent to an engine."""
+        engine.prefills.start(request_id, seconds, now_s)
+        self.computing[engine.info.name] = engine
+
+    def prompts_over_s(self, now_s: float) -> list[float]:
+        """When the long prompts of each engine that computes any count as computed."""
+        times_s = {name: engine.prefills.over_s(now_s) for name, engine in self.computing.items()}
+        for name in [name for name, at_s in times_s.items() if at_s is None]:
+            del self.computing[name]
+        return [at_s for at_s in times_s.values() if at_s is not None]
 
 
 def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:

@@ -2,8 +2,8 @@
 
 A request that waits for room must block the requests behind it, or smaller ones would take each room for ever. But a
 request that needs nearly the whole cache makes all others wait twice: while the engine empties, and while the request
-runs alone. So a request that needs more than its fair share of the cache (the cache over the slots) blocks an engine
-only while the request holds the engine's memory token:
+runs alone. So a request that needs more than its fair share of the cache (the cache over the slots, or a part in
+MODEST_SHARES) blocks an engine only while the request holds the engine's memory token:
 
 * Without the token such a large request is passed over. It starts where it fits; an oversize request, which needs more
   than OVERSIZE_SHARE of the cache, starts only with the token, or on an idle engine when nothing else can start.
@@ -22,6 +22,7 @@ from typing import Protocol
 from llmserve.request import EngineInfo
 
 REST = 1.25  # a rest over the time that the token was held: over 1, for engines also take time to fill again
+MODEST_SHARES = 64  # of a cache: a request within one of so many waits for little room, however many slots there are
 OVERSIZE_SHARE = 0.5  # of the cache: a request that needs more leaves no room for another like it
 
 
@@ -36,7 +37,8 @@ class Needs(Protocol):
 
 def is_large(request: Needs, info: EngineInfo) -> bool:
     """Whether the request needs more than its fair share of the engine's memory."""
-    return not info.barrier and info.tokens_max is not None and request.total_tokens * info.slots > info.tokens_max
+    shares = min(info.slots, MODEST_SHARES)
+    return not info.barrier and info.tokens_max is not None and request.total_tokens * shares > info.tokens_max
 
 
 def is_oversize(request: Needs, info: EngineInfo) -> bool:

@@ -55,6 +55,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     lost           whether the engine was judged to have lost the request, which is its fault
     cached_tokens  tokens of the prompt that the engine had in its cache, by its own word; None: it does not say
     tools          names of the tools that a completed answer calls, so that its program comes back with their results
+    decode_s       seconds from the first token of a stream to its end; None: not a stream
     """
 
     engine: str
@@ -69,6 +70,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     lost: bool = False
     cached_tokens: float | None = None
     tools: tuple[str, ...] = ()
+    decode_s: float | None = None
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):

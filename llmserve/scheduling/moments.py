@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stay as they are and prompts are free
@@ -38,3 +40,21 @@ class Moments:
         self.count, self.means = float(sums[0, 0]), means.tolist()
         self.products = (sums[1:, 1:] - sums[0, 0] * means[:, None] * means).tolist()
         return True
+
+
+def least_squares(moments: Moments, causes: Sequence[int], effect: int) -> tuple[list[float], list[float]] | None:
+    """Regress a quantity on others, with an overhead. Returns the slopes of these with their standard errors.
+
+    None if they hardly differ, or do not differ independently. causes, effect : places among the quantities
+    """
+    products = np.array(moments.products)
+    spreads = np.sqrt(np.maximum(0.0, np.diag(products)))[list(causes)]
+    if not spreads.all():
+        return None
+    shapes = products[np.ix_(causes, causes)] / np.outer(spreads, spreads)
+    if np.linalg.det(shapes) <= SPREAD_LEAST:
+        return None
+    inverse, with_effect = np.linalg.inv(shapes), products[list(causes), effect] / spreads
+    slopes = inverse @ with_effect
+    noise = max(0.0, float(products[effect, effect] - slopes @ with_effect)) / (moments.count - len(causes) - 1.0)
+    return (slopes / spreads).tolist(), (np.sqrt(noise * np.diag(inverse)) / spreads).tolist()

@@ -141,14 +141,17 @@ class RequestBook:
             self.queues_of(queued).leave(queued)
             self.fail(queued, "no_engine")
 
-    def record_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
-        """Record the answers of one batch. output_tokens : by request id; 0 where unknown."""
+    def record_answers(
+        self, runs: Sequence[Run], output_tokens: Mapping[int, float], decode_s: float | None = None
+    ) -> None:
+        """Record the answers of one batch. output_tokens : by request id; 0 where unknown.  decode_s : of a stream"""
         engine, queues = self._group.pool.engines[runs[0].engine], self.queues_of(runs[0].queued)
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
             if run.queued.request.background and tokens > 0:
                 queues.items.answered(self.now_s, engine.served_s(run, self.now_s), tokens)
-            if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
+            ran_s = engine.served_s(run, self.now_s)
+            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s, decode_s):
                 trust, r = queues.binning.trust, queues.binning.trust.rank_correlation
                 self.actions.append(ReportTrust(trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)

@@ -125,11 +125,17 @@ class Scheduler:
         """Whether the request waits or runs, as a batch item or online."""
         return request_id in self.requests or request_id in self.batch_lane.waiting
 
-    def learns_loads(self, request_id: int) -> bool:
-        """Whether an AnswerBegan at the first token of a running request tells how long its engine loads models."""
-        shared = self.group.pool.sharing
-        queued = self.requests.get(request_id) if shared else None
-        return queued is not None and queued.run is not None and queued.run.engine in shared
+    def wants_first_token(self, request_id: int) -> bool:
+        """Whether an AnswerBegan at the first token of a running request tells how long its engine loads models, or
+        that its long prompt is computed.
+        """
+        pool = self.group.pool
+        if not (pool.sharing or pool.computing):
+            return False
+        queued = self.requests.get(request_id)
+        if queued is None or queued.run is None:
+            return False
+        return queued.run.engine in pool.sharing or request_id in self.engines[queued.run.engine].prefills
 
     # ---- entry point ------------------------------------------------------------------------------------------
 
@@ -268,7 +274,7 @@ class Scheduler:
         if completed:
             if event.cached_tokens is not None and run.queued.request.blocks:
                 self.group.pool.residency.ended(event.engine, run.hit_tokens, event.cached_tokens)
-            self._book.record_answers((run,), {event.request_id: event.output_tokens})
+            self._book.record_answers((run,), {event.request_id: event.output_tokens}, event.decode_s)
             if engine.info.speeds:
                 self._book.record_pace(engine, run, run.concurrency, event.output_tokens)
 

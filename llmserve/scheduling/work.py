@@ -13,14 +13,12 @@ engines are wanted: all ask `PromptTime`. It gives a prompt no time that the ans
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import numpy as np
-
-from llmserve.scheduling.moments import SPREAD_LEAST, Moments
+from llmserve.scheduling.moments import SPREAD_LEAST, Moments, least_squares
 
 CERTAIN = 3.0  # standard errors
+TOKENS, COMPUTED, POSITIONS, SECONDS = range(4)  # the quantities of an answer
 
 
 class Work(NamedTuple):
@@ -38,8 +36,9 @@ class PromptTime:
     """Seconds that a slot spends on a prompt, learned from answers.
 
     The seconds of an answer are regressed on its tokens, the tokens of the prompt that were computed, and the sum of
-    their positions, with an overhead, by least squares. A few prompts are far longer than most: lest chance give them
-    much time, the slope is less CERTAIN standard errors. Positions count once theirs is above 0 with that certainty.
+    their positions, with an overhead, by least squares. Of a stream the seconds to its first token are the best answer:
+    they have no other tokens' time in them. A few prompts are far longer than most: lest chance give them much time,
+    the slope is less CERTAIN standard errors. Positions count once theirs is above 0 with that certainty.
     memory : answers after which an observation's weight has fallen to a third.
 
     per_token_s     seconds a token of a prompt; 0 until the answers prove more
@@ -52,8 +51,8 @@ class PromptTime:
         self.per_token_s = self.per_position_s = self.mean_s = 0.0
 
     def observe(self, seconds: float, tokens: float, prompt_tokens: float, cached_tokens: float = 0.0) -> None:
-        """Record one answer: its seconds on the engine, its tokens and those of its prompt (0: unknown), of which the
-        engine had some in its cache.
+        """Record an answer, or the beginning of one: its seconds on the engine, its tokens by then, and the tokens of
+        its prompt (0: unknown), of which the engine had some in its cache.
         """
         computed = _computed(prompt_tokens, cached_tokens)
         if self._moments.observe(tokens, computed, _positions(prompt_tokens, computed), seconds):
@@ -75,10 +74,24 @@ class PromptTime:
         return Work(tokens * max(0.0, seconds - of_prompts), self.prefill_s(prompt_tokens, cached_tokens))
 
     def _regress(self) -> None:
-        moments = self._moments
-        _, computed_mean, positions_mean, _ = moments.means
-        self.per_token_s, self.per_position_s = _slopes(moments) or (_slope(moments), 0.0)
+        _, computed_mean, positions_mean, _ = self._moments.means
+        self.per_token_s, self.per_position_s = self._slopes()
         self.mean_s = self.per_token_s * computed_mean + self.per_position_s * positions_mean
+
+    def _slopes(self) -> tuple[float, float]:
+        """Seconds of a computed token, and for each of its positions, as far as they are proven."""
+        tokens = [TOKENS] if self._moments.products[TOKENS][TOKENS] > SPREAD_LEAST * self._moments.count else []
+        alone = least_squares(self._moments, [*tokens, COMPUTED], SECONDS)
+        per_token_s = 0.0 if alone is None else alone[0][-1] - CERTAIN * alone[1][-1]
+        if per_token_s <= 0.0:
+            return 0.0, 0.0
+        both = least_squares(self._moments, [*tokens, COMPUTED, POSITIONS], SECONDS)
+        if both is not None:
+            slopes, errors = both
+            per_position_s = slopes[-1] - CERTAIN * errors[-1]
+            if min(slopes[-2], per_position_s) > 0.0:
+                return slopes[-2], per_position_s
+        return per_token_s, 0.0
 
 
 def _computed(prompt_tokens: float, cached_tokens: float) -> float:
@@ -88,33 +101,3 @@ def _computed(prompt_tokens: float, cached_tokens: float) -> float:
 def _positions(prompt_tokens: float, computed: float) -> float:
     """Sum of the positions of the last `computed` tokens of a prompt."""
     return computed * (prompt_tokens - 0.5 * computed)
-
-
-def _slope(moments: Moments) -> float:
-    """Least seconds a computed token, if its position does not matter."""
-    (tt, tp, _, ts), (_, pp, _, ps), _, (*_, ss) = moments.products
-    tt, pp = max(0.0, tt), max(0.0, pp)  # of equal numbers, rounding may make them negative
-    spread = tt * pp - tp * tp
-    if spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
-        return 0.0
-    slope, slope_of_answer = (tt * ps - tp * ts) / spread, (pp * ts - tp * ps) / spread
-    noise = max(0.0, ss - slope_of_answer * ts - slope * ps) / (moments.count - 3.0)
-    return max(0.0, slope - CERTAIN * math.sqrt(noise * tt / spread))
-
-
-def _slopes(moments: Moments) -> tuple[float, float] | None:
-    """Seconds a computed token, and least seconds for each position; None unless both are proven."""
-    products = np.array(moments.products)
-    spreads = np.sqrt(np.maximum(0.0, np.diag(products)))[:3]
-    if not spreads.all():
-        return None
-    shapes = products[:3, :3] / np.outer(spreads, spreads)
-    if np.linalg.det(shapes) <= SPREAD_LEAST:
-        return None
-    inverse, with_seconds = np.linalg.inv(shapes), products[:3, 3] / spreads
-    slopes = inverse @ with_seconds
-    noise = max(0.0, float(products[3, 3] - slopes @ with_seconds)) / (moments.count - 4.0)
-    per_token, per_position = float(slopes[1]), float(slopes[2]) - CERTAIN * math.sqrt(noise * float(inverse[2, 2]))
-    if min(per_token, per_position) <= 0.0:
-        return None
-    return float(per_token / spreads[1]), float(per_position / spreads[2])

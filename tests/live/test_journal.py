@@ -65,10 +65,16 @@ BEFORE_BLOCKS = """\
 {"scheduling":{"bins":1,"batch_size":1,"release":"greedy","order":"fffs"},"version":12}
 {"now_s":0.0,"event":{"type":"EngineReady","engine":{"name":"a","slots":8,"barrier":false}},"actions":[]}
 {"now_s":0.0,"event":{"type":"EngineReady","engine":{"name":"b","slots":8,"barrier":false}},"actions":[]}
-{"now_s":1.0,"event":{"type":"RequestArrived","request":{"id":1,"prefixes":[11,12]}},"actions":[{"type":"StartBatch",\
-"engine":"a","batch":{"id":1,"bin":0,"requests":[{"id":1,"prefixes":[11,12]}],"formed_at_s":1.0,"size":1}}]}
-{"now_s":2.0,"event":{"type":"RequestArrived","request":{"id":2,"prefixes":[11,13]}},"actions":[{"type":"StartBatch",\
-"engine":"a","batch":{"id":2,"bin":0,"requests":[{"id":2,"prefixes":[11,13]}],"formed_at_s":2.0,"size":1}}]}
+{"now_s":1.0,"event":{"type":"RequestArrived","request":{"id":0}},"actions":[{"type":"StartBatch",\
+"engine":"a","batch":{"id":1,"bin":0,"requests":[{"id":0}],"formed_at_s":1.0,"size":1}}]}
+{"now_s":1.0,"event":{"type":"RequestArrived","request":{"id":1,"prompt_tokens":256.0,"prefixes":[11,12]}},"actions":[\
+{"type":"StartBatch","engine":"b","batch":{"id":2,"bin":0,"requests":[{"id":1,"prompt_tokens":256.0,"prefixes":[11,12]}],\
+"formed_at_s":1.0,"size":1}}]}
+{"now_s":2.0,"event":{"type":"RequestEnded","engine":"a","request_id":0,"outcome":"failed"},"actions":[]}
+{"now_s":2.0,"event":{"type":"RequestEnded","engine":"b","request_id":1,"outcome":"failed"},"actions":[]}
+{"now_s":3.0,"event":{"type":"RequestArrived","request":{"id":2,"prompt_tokens":256.0,"prefixes":[11,13]}},"actions":[\
+{"type":"StartBatch","engine":"b","batch":{"id":3,"bin":0,"requests":[{"id":2,"prompt_tokens":256.0,"prefixes":[11,13]}],\
+"formed_at_s":3.0,"size":1}}]}
 """
 
 
@@ -77,7 +83,11 @@ def test_a_journal_from_before_blocks_is_replayed_with_the_beginnings_that_its_p
     header, steps = journal.read(tmp_path / "j")
     assert journal.replay(header, steps) == steps
     arrived = [step.event.request for step in steps if isinstance(step.event, RequestArrived)]
-    assert [(request.blocks, request.block_tokens) for request in arrived] == [((11, 12), 64.0), ((11, 13), 64.0)]
+    assert [(request.blocks, request.block_tokens) for request in arrived] == [
+        ((), 0.0),
+        ((11, 12), 64.0),
+        ((11, 13), 64.0),
+    ]
 
 
 @pytest.mark.parametrize("version", [3, 14])

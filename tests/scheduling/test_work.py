@@ -49,7 +49,7 @@ def test_a_long_prompt_makes_a_long_request() -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [200.0, None])
-def test_equal_answers_tell_nothing_of_prompts_whatever_rounding_makes_of_their_spread(
+def test_equal_answers_give_prompts_no_time_whatever_rounding_makes_of_their_spread(
     prompt_tokens: float | None,
 ) -> None:
     rng = np.random.default_rng(1)
@@ -58,7 +58,7 @@ def test_equal_answers_tell_nothing_of_prompts_whatever_rounding_makes_of_their_
         for _ in range(10 * FIT_EVERY):
             prompt = prompt_tokens or 1e4 * rng.random()
             prompts.observe(0.01 * tokens + 1e-9 * rng.random(), tokens, prompt)
-        assert prompts.per_token_s == 0.0
+        assert prompts.prefill_s(1e4) <= 1e-9
 
 
 def test_tokens_in_the_cache_take_no_time() -> None:
@@ -87,3 +87,24 @@ def test_late_positions_of_a_prompt_cost_more_where_the_answers_prove_it(noise_s
         prompts.observe(0.01 * tokens + prefill_s(prompt, cached) + rng.normal(0.0, noise_s), tokens, prompt, cached)
     for prompt, cached in [(100_000.0, 0.0), (100_000.0, 90_000.0), (60_000.0, 0.0)]:
         assert 0.7 * prefill_s(prompt, cached) <= prompts.prefill_s(prompt, cached) <= 1.05 * prefill_s(prompt, cached)
+
+
+def test_of_streams_the_first_tokens_tell_what_prompts_take_however_much_the_answers_differ() -> None:
+    rng, streams, whole = np.random.default_rng(4), PromptTime(), PromptTime()
+    for _ in range(1_000):
+        tokens, prompt_tokens = rng.lognormal(5.0, 1.0), rng.lognormal(6.0, 1.0)
+        first_s = 0.1 + 0.0001 * prompt_tokens + rng.exponential(0.05)
+        streams.observe(first_s, 1.0, prompt_tokens)
+        whole.observe(first_s + tokens * rng.uniform(0.01, 0.1), tokens, prompt_tokens)
+    assert 0.00008 <= streams.per_token_s <= 0.0001
+    assert whole.per_token_s < streams.per_token_s
+
+
+def test_the_scheduler_learns_from_the_first_token_of_a_stream() -> None:
+    scheduler, rng, now_s = one_by_one("fffs"), random.Random(7), 0.0
+    for number in range(4 * FIT_EVERY):
+        prompt_tokens, decode_s = rng.uniform(0.0, 2_000.0), rng.expovariate(0.1)
+        arrive(scheduler, Request(number, 100.0, prompt_tokens=prompt_tokens), now_s=now_s)
+        now_s += 0.5 + 0.001 * prompt_tokens + decode_s
+        step(scheduler, RequestEnded("gpu0", number, "completed", 100.0, decode_s=decode_s), now_s)
+    assert scheduler.models[""].prompts.prefill_s(1_000.0) == pytest.approx(1.0, rel=0.01)

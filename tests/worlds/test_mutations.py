@@ -12,6 +12,7 @@ from worlds.run import Violation, judge
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.admission import Admission
+from llmserve.scheduling.choice import choice
 from llmserve.scheduling.choice.batch_lane import BatchLane
 from llmserve.scheduling.choice.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.choice.dispatch import Dispatch
@@ -330,10 +331,12 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
 def decisions_depend_on_other_schedulers(patch: Patch) -> None:
     count = itertools.count()
 
-    def whim(self: EnginePool, engines: list[EngineState], request: Request) -> EngineState:
+    def whim(
+        pool: EnginePool, queues: ModelQueues, queued: QueuedRequest, engines: list[EngineState], now_s: float
+    ) -> EngineState:
         return engines[next(count) % len(engines)]
 
-    patch.setattr(EnginePool, "preferred", whim)
+    patch.setattr(choice, "preferred", whim)
 
 
 def a_plan_is_requested_repeatedly(patch: Patch) -> None:

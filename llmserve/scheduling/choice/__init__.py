@@ -8,6 +8,7 @@ dispatch      : starts batches; dispatch by an order with fixed keys
 fixed_choice  : the next batch, by an order with fixed keys
 moment_choice : the next batch, by an order of the moment
 orders        : the keys by which batches are ordered, and what an order needs
+placement     : on which engine a request costs least
 preemption    : dispatch by an order of the moment, which may stop running batches
 spare_choice  : the next items of batch jobs, in slots that no waiting request could take
 """

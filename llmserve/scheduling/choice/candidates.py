@@ -59,13 +59,13 @@ class Candidates:
     """The candidates of one dispatch.
 
     asks    whether releases may let bins wait
-    skipped shares whose large batches others may pass on this engine
+    skipped shares whose large batches, or long prompts (True), others may pass on this engine
     """
 
     def __init__(self, group: Group, forming: Forming, times: Timetable, now_s: float, *, asks: bool) -> None:
         self._group, self._forming, self._times = group, forming, times
         self._now_s, self._asks = now_s, asks
-        self.skipped: set[Share] = set()
+        self.skipped: set[tuple[Share, bool]] = set()
 
     def on(self, engine: EngineState, whose: Whose | None = None) -> Iterator[Candidate]:
         """The candidates of all models for this engine."""
@@ -83,11 +83,11 @@ class Candidates:
         most = 1 if opening.one_of_share is not None else self.most(opening)
         formed = self._formed_for(opening.share, queues) if queues.formed else ()
         for batch in formed:
-            if batch.large:  # it has waited longer than the requests of its bin: among equals it comes first
+            if batch.passable:  # it has waited longer than the requests of its bin: among equals it comes first
                 yield self.formed(queues, batch, opening, most)
         yield from self._of_bins(queues, opening, most)
         for batch in formed:
-            if not batch.large:
+            if not batch.passable:
                 yield self.formed(queues, batch, opening, most)
 
     def _formed_for(self, share: Share | None, queues: ModelQueues) -> list[FormedBatch]:
@@ -96,7 +96,7 @@ class Candidates:
             batch
             for batch in queues.formed.batches()
             if not batch.avoid
-            and not (batch.large and batch.share in self.skipped)
+            and not (batch.passable and (batch.share, batch.long) in self.skipped)
             and (share is None or batch.has(share))
         ]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from llmserve.scheduling.choice.placement import preferred
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.memory import is_oversize
+from llmserve.scheduling.memory import is_large, is_oversize
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
 
@@ -31,6 +32,7 @@ class Choice:
         self._forming = forming
         self._now_s = now_s
         self._alone = False
+        self._prompts_over_s = self._pool.prompts_over_s(now_s) if self._pool.computing else ()
 
     def starts(self) -> Iterator[Start]:
         """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
@@ -76,7 +78,8 @@ class Choice:
     def _best_for(
         self, queues: ModelQueues, queued: QueuedRequest, engines: Sequence[EngineState]
     ) -> EngineState | None:
-        """The best of these willing engines whose memory holds the request; None: no memory does.
+        """The best of these willing engines whose memory holds the request, and which need not compute another long
+        prompt before it; None: there is none.
 
         An oversize request also needs the engine's memory token. An engine that has the model in its memory is better
         than one that would have to load it. Under a release that follows plans a request joins
@@ -95,13 +98,29 @@ class Choice:
                 and (not is_oversize(queued, engine.info) or self._gets_token(queued, engine))
             )
         ]
+        if self._pool.computing:
+            fitting = [engine for engine in fitting if not self._comes_behind(queues, queued, engine)]
         if queues.release.plans:
             fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
         if self._pool.sharing:
             fitting = [engine for engine in fitting if engine.has_loaded(queues.model)] or fitting
-        return self._pool.preferred(fitting, queued.request)
+        return preferred(self._pool, queues, queued, fitting, now_s)
+
+    def _comes_behind(self, queues: ModelQueues, queued: QueuedRequest, engine: EngineState) -> bool:
+        """Whether a request with a long prompt must wait until the engine has computed another long one."""
+        if engine.info.name not in self._pool.computing:
+            return False
+        request, prompts = queued.request, queues.prompts
+        if not queues.is_long(prompts.prefill_s(request.prompt_tokens)):
+            return False
+        cached_tokens = self._pool.residency.hit_tokens(engine.info.name, request)
+        return queues.is_long(prompts.prefill_s(request.prompt_tokens, cached_tokens))
+
+    def _lets_pass(self, queues: ModelQueues, queued: QueuedRequest, engine: EngineState) -> bool:
+        """Whether others may start on the engine while the request waits for room there."""
+        return is_large(queued, engine.info) or self._comes_behind(queues, queued, engine)
 
     def _has_room(self, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether an engine has room for a step of a program beside the others (programs/programs.py)."""

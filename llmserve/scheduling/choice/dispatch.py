@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from llmserve.scheduling.choice.batch_times import Timetable
 from llmserve.scheduling.choice.choice import Choice, Start
@@ -105,11 +106,19 @@ class Dispatch:
         """Start the first requests of a formed batch."""
         engine, queues, batch, size = start
         turn = batch.key if engine.info.by_priority and not self.order.by_times else None
+        for queued in islice(batch.requests.values(), size):
+            if queued.request.blocks:
+                queued.cached_tokens = group.pool.residency.hit_tokens(engine.info.name, queued.request)
         started, requests = queues.start(batch, size, turn)
         engine.start(batch, requests, now_s)
         for queued in requests:
             group.programs.started(queued, engine, now_s)
         group.pool.sent(requests, engine)
+        if queues.prompts.mean_s and not engine.info.barrier:
+            for queued in requests:
+                prompt_s = queues.prompts.prefill_s(queued.request.prompt_tokens, queued.cached_tokens)
+                if queues.is_long(prompt_s):
+                    group.pool.compute(engine, queued.request.id, prompt_s, now_s)
         group.pool.refresh(engine, now_s)
         if engine.loaded is not None:
             look_at(engine, group.tally)

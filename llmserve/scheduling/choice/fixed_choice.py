@@ -77,7 +77,7 @@ class FixedChoice(Choice):
     def recheck_at_s(self) -> float | None:
         if not (self._skipped or self._blocked or self._rechecks_s):
             return None
-        times_s: list[float | None] = [*self._rechecks_s]
+        times_s: list[float | None] = [*self._rechecks_s, *self._prompts_over_s]
         for engine in self._pool.free.values() if self._skipped or self._blocked else ():
             times_s.append(engine.circuit.suspects_from_s)
             if self._skipped:
@@ -94,6 +94,13 @@ class FixedChoice(Choice):
             return
         engines = self._willing(queues, batch, self._pool.free_for(model))
         first, programs = batch.first, self._group.programs
+        homes = programs.home(first, engines) if first.turn is not None else engines
+        behind = [engine for engine in homes if self._comes_behind(queues, first, engine)]
+        if behind and len(behind) == len(homes):
+            formed.set_apart_long(batch)
+            self._skipped.add(batch)
+            return
+        engines = [engine for engine in engines if engine not in behind]
         in_room = first.turn is not None and any(engine.room > 0 for engine in engines)
         if in_room and all(programs.counts(engine, first) for engine in engines):
             if formed.set_apart_large(batch):
@@ -102,7 +109,7 @@ class FixedChoice(Choice):
             return
         modest = [engine for engine in engines if not is_large(batch.first, engine.info)]
         if len(modest) == len(engines):
-            self._block(model, self._pool.free_for(model))
+            self._block(model, engines if behind else self._pool.free_for(model))
             return
         if formed.set_apart_large(batch):
             self._skipped.add(batch)
@@ -263,7 +270,7 @@ class FixedChoice(Choice):
         """
         formed = queues.formed
         if formed:
-            others = [batch for batch in (*formed.returned, *formed.large) if batch not in self._skipped]
+            others = [batch for batch in (*formed.returned, *formed.passable) if batch not in self._skipped]
             if formed.has_fresh or not all(self._may_be_passed(queues, batch) for batch in others):
                 return None
         return self._idle(queues, self._blocked, queues.release.plans)
@@ -283,7 +290,7 @@ class FixedChoice(Choice):
         if self.waits_for_another_engine(queues, batch):
             return True
         engines = self._willing(queues, batch, self._pool.free_for(queues.model))
-        return batch.first.turn is not None or any(is_large(batch.first, engine.info) for engine in engines)
+        return batch.first.turn is not None or any(self._lets_pass(queues, batch.first, engine) for engine in engines)
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.

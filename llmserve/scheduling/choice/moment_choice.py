@@ -17,7 +17,6 @@ from llmserve.scheduling.choice.orders import Candidate, Key, MomentOrder, is_ov
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import Share
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.memory import is_large
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch
@@ -71,6 +70,7 @@ class MomentChoice(Choice):
         times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s(self._now_s) for engine in engines]]
         times_s += [engine.circuit.suspects_from_s for engine in engines]
         times_s += [engine.memory_token.rests_until_s for engine in engines if self._candidates.skipped]
+        times_s += self._prompts_over_s
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
@@ -121,16 +121,22 @@ class MomentChoice(Choice):
 
         False: the candidate blocks the engine: it needs no more than its fair share of the memory, or has the token.
         """
-        engine, first = candidate.engine, candidate.first(self._now_s)
-        if not is_large(first, engine.info):
+        engine, first, queues = candidate.engine, candidate.first(self._now_s), self._group.queues[candidate.model]
+        if not self._lets_pass(queues, first, engine):
             return False
-        formed = self._group.queues[candidate.model].formed
+        formed = queues.formed
         batch, _ = self._batch_of(candidate)
         if candidate.batch is None:
             formed.push(batch)
             self._forms = True
-        formed.set_apart_large(batch)
-        self._candidates.skipped.add(batch.share)
+        behind = self._comes_behind(queues, first, engine)
+        if behind:
+            formed.set_apart_long(batch)
+        else:
+            formed.set_apart_large(batch)
+        self._candidates.skipped.add((batch.share, behind))
+        if behind:
+            return True
         elsewhere = [other for other in self._pool.free_for(candidate.model) if other is not engine]
         if any(other.memory_token.holder is first for other in elsewhere) or not engine.memory_token.is_open_to(
             first, self._now_s

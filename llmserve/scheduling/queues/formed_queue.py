@@ -16,8 +16,8 @@ class FormedQueue:
     A batch waits in the sub-queue of its least served share (scheduling/fair.py). Push and pop cost O(log batches),
     removal of a request O(1). Returned batches, which an engine has failed, refused or lost, are few. They wait apart,
     because each may have to wait for another engine. Large batches, whose first request needs more than a fair share of
-    a memory, have sub-queues of their own once others may pass: only the first batch of each sub-queue is looked at,
-    however many wait.
+    a memory, have sub-queues of their own once others may pass, and so have those with a long prompt (prefills.py),
+    which wait for something else: only the first batch of each sub-queue is looked at, however many wait.
 
     only : the sub-queue, while one share's batches wait, and none is returned or large; else []
     """
@@ -26,6 +26,7 @@ class FormedQueue:
         self._key = key
         self._by_share: dict[Share, list[Entry]] = {}  # sub-queues: heaps whose first entries are valid; none is empty
         self._large: dict[Share, list[Entry]] = {}  # of large batches
+        self._long: dict[Share, list[Entry]] = {}  # of long prompts
         self._returned: list[FormedBatch] = []
         self._requests = 0
         self._serial = 0
@@ -34,7 +35,7 @@ class FormedQueue:
     def _note_only(self) -> None:
         """Set `only`. Call when sub-queues have come or gone, or `returned` has changed."""
         heaps = self._by_share
-        plain = len(heaps) == 1 and not (self._returned or self._large)
+        plain = len(heaps) == 1 and not (self._returned or self._large or self._long)
         self.only = next(iter(heaps.values())) if plain else []
 
     def push(self, batch: FormedBatch) -> None:
@@ -42,11 +43,11 @@ class FormedQueue:
         batch.key = self._key(batch)
         self._enter(batch)
 
-    def _enter(self, batch: FormedBatch, *, large: bool = False) -> None:
+    def _enter(self, batch: FormedBatch, *, large: bool = False, long: bool = False) -> None:
         """Give a batch an entry, which voids an earlier one. `_drop_void` must follow if there was an earlier one."""
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        entry = batch.entry(self._serial, large=large)
-        heaps = self._large if large else self._by_share
+        entry = batch.entry(self._serial, large=large, long=long)
+        heaps = self._long if long else self._large if large else self._by_share
         heap = heaps.get(batch.share)
         if heap is None:
             heap = heaps[batch.share] = []
@@ -61,7 +62,7 @@ class FormedQueue:
         key_of, shares = self._key, {}
         for batch in batches:
             key = key_of(batch)
-            if key != batch.key or batch.large:
+            if key != batch.key or batch.large or batch.long:
                 batch.key = key
                 if batch.serial:
                     self._enter(batch)
@@ -76,7 +77,7 @@ class FormedQueue:
         for batch in self._returned:
             batch.key = key_of(batch) if batch.requests else batch.key
         heaps = self._by_share = {}
-        self._large = {}
+        self._large, self._long = {}, {}
         for batch in fresh:
             batch.key = key_of(batch)
             share = batch.join_least_served()
@@ -91,7 +92,7 @@ class FormedQueue:
 
     def _entered(self) -> list[FormedBatch]:
         """The batches with a valid entry, in no order."""
-        entries = chain(*self._by_share.values(), *self._large.values())
+        entries = chain(*self._by_share.values(), *self._large.values(), *self._long.values())
         return [batch for _, _, serial, batch in entries if batch.requests and serial == batch.serial]
 
     def push_returned(self, batch: FormedBatch) -> None:
@@ -115,6 +116,12 @@ class FormedQueue:
             self._enter(batch, large=True)
             self._drop_void(batch.share)
         return not batch.large or self._large[batch.share][0][3] is batch
+
+    def set_apart_long(self, batch: FormedBatch) -> None:
+        """Move a batch to those of long prompts, so that others can overtake."""
+        if batch.serial and not batch.long:
+            self._enter(batch, long=True)
+            self._drop_void(batch.share)
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch without an entry, because its engine is already chosen; `take` its requests at the start."""
@@ -154,20 +161,20 @@ class FormedQueue:
         return bool(self._by_share)
 
     @property
-    def large(self) -> list[FormedBatch]:
-        """The first large batch of each share."""
-        return [heap[0][3] for heap in self._large.values()]
+    def passable(self) -> list[FormedBatch]:
+        """The first large batch of each share, and the first of a long prompt."""
+        return [heap[0][3] for heap in chain(self._large.values(), self._long.values())]
 
     def first(self, without: Container[FormedBatch] = (), share: Share | None = None) -> FormedBatch | None:
         """The first batch; None: there is none.
 
-        without : returned and large batches to leave out.  share : of which the batch must hold a request; None: any
+        without : returned and passable batches to leave out.  share : of which the batch must hold a request; None: any
         """
         fresh = self.fresh(share)
-        if self.only or not (self._returned or self._large):
+        if self.only or not (self._returned or self._large or self._long):
             return fresh
         firsts = [] if fresh is None else [fresh]
-        for batches in (self.returned, self.large):
+        for batches in (self.returned, self.passable):
             willing = (batch for batch in batches if batch not in without)
             firsts += [batch for batch in willing if share is None or batch.has(share)]
         return min(firsts, key=self.turn_of, default=None)
@@ -208,13 +215,14 @@ class FormedQueue:
             moves = not batch.has(before)
             if moves:
                 batch.join_least_served()
-            if moves or batch.large:  # the new first request may be modest
+            if moves or batch.large or batch.long:  # the new first request may be modest
                 self._enter(batch)
         self._drop_void(before)
 
     def _drop_void(self, share: Share) -> None:
         """Pop void entries, so that the first batch of each of the share's sub-queues holds a request."""
-        for heaps in (self._by_share, self._large) if self._large else (self._by_share,):
+        apart = self._large or self._long
+        for heaps in (self._by_share, self._large, self._long) if apart else (self._by_share,):
             heap = heaps.get(share)
             while heap and not _is_valid(heap[0]):
                 heapq.heappop(heap)

@@ -12,6 +12,7 @@ from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import FairShares, Share
 from llmserve.scheduling.load import Load
+from llmserve.scheduling.prefills import is_long
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.oldest import Oldest
@@ -183,6 +184,11 @@ class ModelQueues:
             prompt_s=work.prompt_s,
             cached_tokens=cached_tokens,
         )
+
+    def is_long(self, prompt_s: float) -> bool:
+        """Whether a prompt is long of which an engine must compute so many seconds (scheduling/prefills.py)."""
+        service = self.service
+        return is_long(prompt_s, self.prompts.mean_s, service.tokens_mean * service.seconds_per_token)
 
     def work(self, tokens: float, prompt_tokens: float, cached_tokens: float = 0.0) -> Work:
         """The work of a request with an answer of `tokens` (scheduling/work.py)."""
@@ -381,10 +387,19 @@ class ModelQueues:
         """The requests of `all_waiting`, in no order."""
         return chain(*self.bins, self.formed)
 
-    def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
-        """Record an answer's length and time. True when the answer changed whether predictions are trusted."""
+    def record_answer(
+        self, queued: QueuedRequest, output_tokens: float, ran_s: float, decode_s: float | None = None
+    ) -> bool:
+        """Record an answer's length and time. True when the answer changed whether predictions are trusted.
+
+        decode_s : of a stream: from its first token to its end
+        """
         self.service.observe(ran_s, output_tokens)
-        self.prompts.observe(ran_s, output_tokens, queued.request.prompt_tokens, queued.cached_tokens)
+        request, cached_tokens = queued.request, queued.cached_tokens
+        if decode_s is None:
+            self.prompts.observe(ran_s, output_tokens, request.prompt_tokens, cached_tokens)
+        else:
+            self.prompts.observe(max(0.0, ran_s - decode_s), 1.0, request.prompt_tokens, cached_tokens)
         if self.load is not None:
             self.load.answered(queued, output_tokens)
         if self.plans is not None:

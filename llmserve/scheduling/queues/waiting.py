@@ -324,7 +324,9 @@ class BinQueue:
 class FormedBatch:
     """A batch that waits for an engine. Requests may leave one by one: cancelled, or started by a refill engine."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "large", "model", "requests", "serial", "share", "size")
+    __slots__ = (
+        *("avoid", "bin", "formed_at_s", "id", "key", "large", "long", "model", "requests", "serial", "share", "size"),
+    )
 
     def __init__(
         self, batch_id: int, bin_index: int, formed_at_s: float, requests: list[QueuedRequest], model: str = ""
@@ -337,7 +339,8 @@ class FormedBatch:
         self.size = len(requests)
         self.key = 0.0  # the order's key, by the present forecasts of the requests
         self.serial = 0  # of the batch's entry in the formed queue; 0: none
-        self.large = False  # whether the entry is in a sub-queue of large batches
+        self.large = False  # whether the entry is in a sub-queue of large batches; long: in one of long prompts
+        self.long = False
         self.avoid: frozenset[str] = frozenset()  # engines that failed or refused the batch; used if no other works
         self.share = requests[0].share if len(requests) == 1 else self.join_least_served()
 
@@ -367,9 +370,9 @@ class FormedBatch:
 
     # ---- its place in the formed queue ----
 
-    def entry(self, serial: int, *, large: bool = False) -> Entry:
-        """Make the batch's entry, which voids an earlier one. large : in a sub-queue of large batches"""
-        self.serial, self.large = serial, large
+    def entry(self, serial: int, *, large: bool = False, long: bool = False) -> Entry:
+        """Make the batch's entry, which voids an earlier one. large, long : see FormedQueue"""
+        self.serial, self.large, self.long = serial, large, long
         return self.key, self.id, serial, self
 
     def leave_entry(self) -> None:
@@ -385,7 +388,7 @@ class FormedBatch:
         else:
             shares = dict.fromkeys([queued.share for queued in self.requests.values()])
             self.share = min(shares, key=lambda share: share.place, default=NOBODY)
-        self.large = False
+        self.large = self.long = False
         return self.share
 
     def come_back(self, engine: str) -> None:
@@ -396,6 +399,11 @@ class FormedBatch:
     def has(self, share: Share) -> bool:
         """Whether a request of the share is in the batch."""
         return any(queued.share is share for queued in self.requests.values())
+
+    @property
+    def passable(self) -> bool:
+        """Whether the batch is in a sub-queue of large batches, or in one of long prompts."""
+        return self.large or self.long
 
     @property
     def suspect(self) -> bool:
