@@ -9,7 +9,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text                the last user turn, or the whole prompt of a plain completion
     model               the name of the requested model; "" when unknown
     system              the system prompt
-    history_characters  characters of all other turns of the conversation
+    history_characters  characters of all other turns of the conversation; an image counts as a text of as many tokens
     stop                stop strings, which distinguish the answers from those of similar requests
     tools               number of tools that the model may call
     format              kind of the structured output, such as "json_schema"; "" for plain text

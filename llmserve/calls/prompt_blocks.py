@@ -8,7 +8,20 @@ from hashlib import blake2b
 BLOCK_BYTES = 512  # some 128 tokens of English
 HASH_BYTES = 6  # a number that each reader of JSON keeps exactly
 
+CHARACTERS_PER_TOKEN = 4  # as calls/prompt_size.py begins with
+URL_BYTES_MAX = 4_096  # a longer value is the medium itself
+MEDIUM_BYTES_PER_TOKEN = 256  # of base64: a token of an image is some 28 x 28 points, or 200 bytes of a JPEG
+MEDIUM_TOKENS, MEDIUM_TOKENS_MAX = 1_024, 16_384  # where only the address is known, and of a large medium
+
 Piece = str | bytes | memoryview
+
+
+def stand_in(medium: bytes | memoryview) -> bytes:
+    """A text for an image, a sound or a file, as long as a text of as many tokens, by its size. medium : as in JSON"""
+    size = len(medium)
+    tokens = MEDIUM_TOKENS if size <= URL_BYTES_MAX else min(MEDIUM_TOKENS_MAX, size // MEDIUM_BYTES_PER_TOKEN)
+    digest = blake2b(medium, digest_size=16).hexdigest().encode()
+    return digest * max(1, CHARACTERS_PER_TOKEN * tokens // len(digest))
 
 
 def prompt_blocks(pieces: Sequence[Piece], model: str, secret: bytes) -> tuple[tuple[int, ...], float]:

@@ -69,6 +69,16 @@ class Counted(msgspec.Struct):
 class Part(Counted):
     plural = "content parts in the messages"
     text: Raw = Raw()
+    image_url: Raw = Raw()
+    video_url: Raw = Raw()
+    audio_url: Raw = Raw()
+    input_audio: Raw = Raw()
+    file: Raw = Raw()
+
+    @property
+    def medium(self) -> Raw:
+        """What is no text: an image, a sound, a file, or where it is; empty for a text."""
+        return self.image_url or self.input_audio or self.video_url or self.audio_url or self.file
 
 
 class Message(Counted):
@@ -76,6 +86,13 @@ class Message(Counted):
     role: str | None = None
     content: str | Part | list[Part | str] | None = None
     tool_call_id: Raw = Raw()
+
+    @property
+    def media(self) -> list[Raw]:
+        """What the message has besides its text."""
+        content = self.content
+        parts = content if isinstance(content, list) else [content]
+        return [medium for part in parts if isinstance(part, Part) and (medium := part.medium)]
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from llmserve.calls.prompt_blocks import Piece
+from llmserve.calls.prompt_blocks import Piece, stand_in
 from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody
 from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, text_or_none, unreadable
 from llmserve.programs.trail import KIND_CHARACTERS, Trail, marks_of
@@ -47,7 +47,10 @@ def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | N
     if body.tools:
         results = [message.tool_call_id for message in body.messages if message.role == "tool"]
         tool_call = (text_or_none(results[-1]) or "") if results else ""
-    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call)
+    media: list[list[bytes]] = []
+    if any(type(message.content) is list for message in body.messages):
+        media = [[stand_in(memoryview(medium)) for medium in message.media] for message in body.messages]
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call, media)
 
 
 def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
@@ -79,8 +82,12 @@ def _read_turns(
     format: str,
     output_tokens_max: int | None,
     tool_call: str,
+    media: Sequence[Sequence[bytes]] = (),
 ) -> ReadPrompt:
-    """roles, texts : of each turn.  tool_call : id of the last one whose result is there"""
+    """roles, texts : of each turn.  tool_call : id of the last one whose result is there
+
+    media : of each turn, as texts of their sizes; () without any
+    """
     tools, model = body.tools_count, body.model or ""
     if not roles:
         prompt = Prompt("", model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
@@ -92,15 +99,15 @@ def _read_turns(
         text,
         model,
         system,
-        chars - len(text) - len(system),
+        chars - len(text) - len(system) + sum([len(medium) for turn in media for medium in turn]),
         stops,
         tools=tools,
         format=format,
         output_tokens_max=output_tokens_max,
     )
     pieces: list[Piece] = [memoryview(body.tools)] if tools else []
-    for role, content in zip(roles, texts, strict=True):
-        pieces += (role, content)
+    for place, (role, content) in enumerate(zip(roles, texts, strict=True)):
+        pieces += (role, content, *media[place]) if media else (role, content)
     trail = None
     if tools or len(roles) > FIRST_TURNS or body.previous_response_id:
         first = texts[0][:KIND_CHARACTERS] if roles[0] in ("system", "developer") else ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmserve.calls.prompt_blocks import BLOCK_BYTES, prompt_blocks
+from llmserve.calls.prompt_blocks import BLOCK_BYTES, prompt_blocks, stand_in
 
 
 def hashes(*pieces: str | bytes, model: str = "m", secret: bytes = b"secret") -> tuple[int, ...]:
@@ -41,3 +41,10 @@ def test_hashes_differ_by_secret_and_by_model_and_every_text_has_them() -> None:
     assert len({hashes(text), hashes(text, secret=b"another"), hashes(text, model="another")}) == 3
     assert hashes("\ud800" * 600), "half a surrogate pair is a prompt like any other"
     assert max(hashes("x" * 100_000)) < 2**53, "exact in each reader of JSON"
+
+
+def test_a_medium_counts_as_a_text_of_its_size() -> None:
+    small, large = b"a" * 100_000, b"a" * 1_000_000
+    assert [len(stand_in(medium)) // 4 for medium in (b"https://a/b.png", small, large)] == [1_024, 384, 3_904]
+    assert len(stand_in(b"a" * 100_000_000)) == 65_536
+    assert stand_in(small) == stand_in(small) != stand_in(b"b" * 100_000)

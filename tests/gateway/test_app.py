@@ -108,6 +108,18 @@ async def test_bytes_are_passed_unchanged_in_both_directions(start_front: StartF
     assert through.endswith(b"data: [DONE]\n\n") == stream
 
 
+async def test_what_engines_that_share_the_work_of_a_prompt_tell_each_other_passes(start_front: StartFront) -> None:
+    """Where one engine computes prompts and another answers, a proxy between them puts this into the body."""
+    remote = b'{"do_remote_decode": true, "do_remote_prefill":false, "remote_block_ids":[1,2], "remote_host":null}'
+    data = b'{"model":"fake","prompt":"%b","max_tokens":1, "kv_transfer_params": %b}' % (b"x" * 2_000, remote)
+    async with FakeEngine(step_s=0) as one, FakeEngine(step_s=0) as other:
+        front = await start_front(one, other)
+        for _ in range(2):
+            async with front.session.post(f"{front.url}/v1/completions", data=data) as response:
+                assert response.status == 200
+        assert [*one.bodies, *other.bodies] == [data] * 2
+
+
 async def test_an_engine_that_goes_by_priority_gets_the_turn_of_each_request(start_front: StartFront) -> None:
     data = b'{"model":"fake","messages":[{"role":"user","content":"{hi}"}],"max_tokens":4, "priority": 7 } '
     async with FakeEngine(step_s=0.005) as engine:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llmserve.calls.prompt_size import PromptTokens
 from llmserve.errors import BadRequest
 from llmserve.gateway.bodies import BodyLimits
 from llmserve.gateway.parse import parse_call
@@ -64,7 +65,9 @@ def test_the_predictor_reads_the_last_user_turn_and_the_system_prompt() -> None:
         {"role": "assistant", "content": "answer"},
         {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "image_url", "image_url": {}}]},
     ]
-    assert parse(messages=messages).prompt == Prompt("last", "m", "be short", len("first") + len("answer"))
+    assert parse(messages=messages).prompt == Prompt("last", "m", "be short", len("first") + len("answer") + 4_096), (
+        "an image whose size is not known counts as 1,024 tokens"
+    )
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("say hi", "say hi"), (["a", "b"], "a b"), ([1, 2, 3], "")])
@@ -372,7 +375,8 @@ def test_the_opening_is_the_start_of_the_engines_prompt() -> None:
         {"role": "assistant", "content": None, "tool_calls": []},
     ]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert opening(messages=messages) == "system\nbe short\nuser\nhi\nassistant\n"
+    before, image, after = opening(messages=messages).partition("\nhi\n")
+    assert (before, len(image + after)) == ("system\nbe short\nuser", 512 - len(before)), "the image follows its text"
     assert opening(messages=messages, tools=tools).startswith(
         '[{"type": "function", "function": {"name": "f"}}]\nsystem\n'
     )
@@ -408,6 +412,20 @@ def test_the_blocks_of_a_conversation_begin_as_those_of_its_last_turn_on_every_e
         assert (len(before), before[:3]) == (3, after[:3])
         assert len(after) == 7
         assert not set(blocks(path, **{field: more}, tools=tools)) & set(after), "a template begins with the tools"
+
+
+def test_images_and_sounds_of_a_prompt_are_told_apart_and_count_by_their_size() -> None:
+    def call(data: str) -> Call:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}
+        sound = {"type": "input_audio", "input_audio": {"data": "z" * 50_000, "format": "wav"}}
+        content = [{"type": "text", "text": "x" * 1_000}, image, sound]
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+        return parse_call(CHAT, body, BodyLimits(prompt_chars_max=2_000))
+
+    one, other = call("a" * 200_000), call("b" * 200_000)
+    assert one.blocks == call("a" * 200_000).blocks
+    assert (one.blocks[0] == other.blocks[0], one.blocks[2] == other.blocks[2]) == (True, False)
+    assert PromptTokens().estimate(one) == pytest.approx(1_000 / 4 + 200_000 / 256 + 50_000 / 256, rel=0.05)
 
 
 @pytest.mark.parametrize(
