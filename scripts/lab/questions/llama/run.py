@@ -9,7 +9,7 @@ lengths that the model gives them. For each number of slots:
 
     burst     all requests at once
     poisson   Poisson arrivals at 0.75 of the capacity, which is the requests per second with as many clients as
-              slots, measured before
+              slots, measured at the beginning of each round
     restart   20 requests, then llama-server ends and comes back at the same address with another number of slots, and
               20 more: which slots llmserve counts after each 20
 
@@ -64,6 +64,7 @@ LOAD = 0.75
 CONTEXT_TOKENS = 1024
 WARM_UP_REQUESTS = 16
 REQUESTS_TO_LEARN = 20
+CAPACITY_SHARE = 4  # of the requests of a pass: one in so many measures the capacity
 RATIOS = (
     *("tokens_per_s", "latency_s_mean", "latency_s_p50", "latency_s_p95", "latency_s_p99"),
     "first_token_s_mean",
@@ -148,35 +149,46 @@ class Llama:
 
 @dataclass(frozen=True)
 class Prompts:
-    """texts, tokens : of the requests, and the lengths of their answers.  others : as many, for a state.
-    capacity_per_s : requests of a second with as many clients as slots
-    """
+    """texts, tokens : of the requests, and the lengths of their answers.  others : as many, for a state"""
 
     texts: list[str]
     tokens: np.ndarray[Any, Any]
     others: list[str]
     service: ServiceTime
-    capacity_per_s: float
 
 
 async def prepared(url: str, slots: int, count: int, seed: int) -> Prompts:
     """The prompts, whose answers are measured here. Raises RuntimeError when llama.cpp fails."""
     texts = [example.prompt for example in demo_corpus.examples(2 * count, seed=seed, held_out=True)]
-    free = asyncio.Semaphore(slots)  # a crowd that waits would slow llama.cpp down
+    tokens = np.array(await lengths(url, slots, texts[:count]))
+    service = await fit_service_time(url, texts[:count], tokens, 6)
+    return Prompts(texts[:count], tokens, texts[count:], service)
+
+
+async def lengths(url: str, slots: int, texts: Sequence[str]) -> list[int]:
+    """Tokens of the answers to as many clients as llama.cpp has slots: a crowd that waits would slow it down.
+
+    Raises RuntimeError when llama.cpp fails.
+    """
+    free = asyncio.Semaphore(slots)
     async with session_of() as session:
 
         async def length(text: str) -> int:
             async with free:
-                outcome = await ask(session, url, all_at_once([text])[0], time.perf_counter())
+                outcome = await ask(session, url, question_of(text), time.perf_counter())
             if outcome.failure:
                 raise RuntimeError(f"llama.cpp itself failed: {outcome.failure}")
             return outcome.tokens
 
-        begun_s = time.perf_counter()
-        tokens = np.array(await asyncio.gather(*[length(text) for text in texts[:count]]))
-        capacity_per_s = count / (time.perf_counter() - begun_s)
-    service = await fit_service_time(url, texts[:count], tokens, 6)
-    return Prompts(texts[:count], tokens, texts[count:], service, capacity_per_s)
+        return await asyncio.gather(*[length(text) for text in texts])
+
+
+async def capacity_per_s(url: str, slots: int, load: Load) -> float:
+    """Requests of a second with as many clients as slots, by the first requests of a load."""
+    count = max(1, len(load.prompts) // CAPACITY_SHARE)
+    begun_s = time.perf_counter()
+    tokens = sum(await lengths(url, slots, load.prompts[:count]))
+    return tokens / (time.perf_counter() - begun_s) / float(load.tokens.mean())
 
 
 # ---- passes -------------------------------------------------------------------------------------------------------
@@ -221,10 +233,7 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
         folder = stack.enter_context(TemporaryDirectory())
         server = await stack.enter_async_context(llama.serving(slots))
         prompts = await prepared(server.url, slots, args.requests, args.seed)
-        log(
-            f"{slots} slots: {args.requests} prompts, {prompts.tokens.mean():.0f} tokens in the mean, "
-            f"{prompts.capacity_per_s:.1f} requests/s"
-        )
+        log(f"{slots} slots: {args.requests} prompts, {prompts.tokens.mean():.0f} tokens in the mean")
         cases = list(product(args.answers, [ARRANGEMENTS[name] for name in args.arrangements]))
         states = {case: f"{folder}/{number}" for number, case in enumerate(cases)}
         for answers, arrangement in cases if passes else ():
@@ -233,7 +242,7 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
                 async with reached(arrangement, server.url, slots, states[answers, arrangement]) as url:
                     await send([url] * len(others), others)
         for number, (part, rows) in product(range(args.rounds), passes.items()):
-            load = load_of(args, part, slots, number, prompts)
+            load = await load_of(args, part, server.url, slots, number, prompts)
             for answers, arrangement in in_turn(cases, number):
                 state = states[answers, arrangement]
                 outcomes, counted = await one_pass(
@@ -247,14 +256,17 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
     return passes
 
 
-def load_of(args: argparse.Namespace, part: str, slots: int, number: int, prompts: Prompts) -> Load:
+async def load_of(args: argparse.Namespace, part: str, url: str, slots: int, number: int, prompts: Prompts) -> Load:
     """The requests of a round. number : of the round, from 0"""
     rng = np.random.default_rng([args.seed, slots, number])
     order = rng.permutation(args.requests)
-    arrivals_s = np.zeros(args.requests)
-    if part == "poisson":
-        arrivals_s = poisson_arrivals_s(args.requests, LOAD * prompts.capacity_per_s, rng)
-    return Load([prompts.texts[index] for index in order], prompts.tokens[order], arrivals_s, {})
+    at_once = np.zeros(args.requests)
+    load = Load([prompts.texts[index] for index in order], prompts.tokens[order], at_once, {})
+    if part != "poisson":
+        return load
+    capacity = await capacity_per_s(url, slots, load)
+    log(f"{slots} slots, {part} {number + 1}/{args.rounds}: the capacity is {capacity:.2f} requests/s")
+    return replace(load, arrivals_s=poisson_arrivals_s(args.requests, LOAD * capacity, rng))
 
 
 async def restart(
