@@ -73,6 +73,7 @@ COLUMNS = {
     "slots": ("slots", ""),
     "answers": ("answers", ""),
     "arrangement": ("arrangement", ""),
+    "rounds": ("rounds", ""),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "latency mean (s)": ("latency_s_mean", ".2f"),
     "p50": ("latency_s_p50", ".2f"),
@@ -328,6 +329,7 @@ def rows_of(passes: Sequence[Row]) -> list[Row]:
         direct = select(passes, **case, arrangement=DIRECT.name)
         is_direct = row["arrangement"] == DIRECT.name
         ratios = {} if is_direct else {name: ratio(own, direct, name, "round") for name in RATIOS}
+        row = replace(row, numbers={"rounds": len(own), **row.numbers})
         found.append(replace(row, ratios={"direct": ratios} if ratios else {}))
     return found
 
@@ -340,7 +342,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             **day_and_machine(),
             "llama_cpp": llama.version,
             "requests": args.requests,
-            "rounds": args.rounds,
             "seed": args.seed,
         }
         for slots in args.slots if {"burst", "poisson"} & set(args.parts) else ():
@@ -377,7 +378,7 @@ def print_report(results: dict[str, Any]) -> None:
             line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
             line.append(f"{row['slots_counted']:.0f}" if direct else "")
         head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "slots counted"]
-        print(markdown(head, lines, title=f"{part}: {section['requests']} requests, {section['rounds']} rounds"), "\n")
+        print(markdown(head, lines, title=f"{part}: {section['requests']} requests"), "\n")
     if "restart" in results:
         columns = ("arrangement", "answers", "slots", "counted after 20 requests", "then slots", "after 20 more")
         names = ("arrangement", "answers", "before", "counted_before", "after", "counted_after")
