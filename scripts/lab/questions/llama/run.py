@@ -74,6 +74,7 @@ COLUMNS = {
     "answers": ("answers", ""),
     "arrangement": ("arrangement", ""),
     "rounds": ("rounds", ""),
+    "requests": ("requests", ".0f"),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "latency mean (s)": ("latency_s_mean", ".2f"),
     "p50": ("latency_s_p50", ".2f"),
@@ -249,7 +250,7 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
                 outcomes, counted = await one_pass(
                     arrangement, server.url, slots, prompts, load, state, whole=answers == "whole"
                 )
-                found = summary(outcomes, load, prompts.service) | counted
+                found = {"requests": len(outcomes)} | summary(outcomes, load, prompts.service) | counted
                 case = dict(zip(CASE, (slots, answers, arrangement.name, number), strict=True))
                 rows.append(Row(case, found))
                 title = f"{slots} slots, {part} {number + 1}/{args.rounds}, {answers}: {arrangement.name}"
@@ -341,7 +342,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         setting = {
             **day_and_machine(),
             "llama_cpp": llama.version,
-            "requests": args.requests,
             "seed": args.seed,
         }
         for slots in args.slots if {"burst", "poisson"} & set(args.parts) else ():
@@ -378,7 +378,7 @@ def print_report(results: dict[str, Any]) -> None:
             line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
             line.append(f"{row['slots_counted']:.0f}" if direct else "")
         head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "slots counted"]
-        print(markdown(head, lines, title=f"{part}: {section['requests']} requests"), "\n")
+        print(markdown(head, lines, title=part), "\n")
     if "restart" in results:
         columns = ("arrangement", "answers", "slots", "counted after 20 requests", "then slots", "after 20 more")
         names = ("arrangement", "answers", "before", "counted_before", "after", "counted_after")
