@@ -376,7 +376,7 @@ def print_report(results: dict[str, Any]) -> None:
         for line, row in zip(lines, rows, strict=True):
             direct = row.ratios.get("direct", {})
             line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
-            line.append(f"{row['slots_counted']:.0f}" if direct else "")
+            line.append(f"{row['slots_counted']:.0f}" if "slots_counted" in row.numbers else "")
         head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "slots counted"]
         print(markdown(head, lines, title=part), "\n")
     if "restart" in results:
