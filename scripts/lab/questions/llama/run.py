@@ -10,8 +10,8 @@ lengths that the model gives them. For each number of slots:
     burst     all requests at once
     poisson   Poisson arrivals at 0.75 of the capacity, which is the requests per second with as many clients as
               slots, measured at the beginning of each round
-    restart   20 requests, then llama-server ends and comes back at the same address with another number of slots, and
-              20 more: which slots llmserve counts after each 20
+    restart   20 requests, then llama-server ends and comes back at the same address with another number of slots, as
+              soon as a probe has found that it is away, and 20 more: which slots llmserve counts after each 20
 
 Answers come as streams, or as a whole. In each round all arrangements get the same requests at the same times, and each
 round begins with another arrangement. Each pass through llmserve starts a new server, which has learnt nothing:
@@ -283,7 +283,8 @@ async def restart(
     ):
         counted.append(await slots_after(front.url, prompts[:REQUESTS_TO_LEARN], whole=whole))
         engine.kill()
-        await engine.process.wait()
+        await until_refused(port)
+        await until_ready(front.url, ready=False)
         async with llama.serving(after, port):
             await until_ready(front.url)
             counted.append(await slots_after(front.url, prompts[REQUESTS_TO_LEARN:], whole=whole))
@@ -306,12 +307,24 @@ async def counted_slots(url: str) -> float:
     return float(slots)
 
 
-async def until_ready(url: str) -> None:
-    """Wait until llmserve has seen its engine again."""
+async def until_refused(port: int) -> None:
+    """Wait until a killed server has left its port, which may be after its supervisor has ended."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.1)
+
+
+async def until_ready(url: str, *, ready: bool = True) -> None:
+    """Wait until llmserve has an engine again, or none."""
     async with session_of() as session, asyncio.timeout(60):
         while True:
             async with session.get(f"{url}/ready") as response:
-                if response.status == 200:
+                if (response.status == 200) == ready:
                     return
             await asyncio.sleep(0.2)
 
