@@ -91,7 +91,7 @@ async def test_a_server_whose_description_is_late_is_not_asked_about_its_health_
     listed = b'{"paths": {"/health/liveliness": {}}}'
     told: dict[str, Any] = {"/openapi.json": hang, "/health/liveliness": http(b"alive")}
     async with LyingEngine(http(GOOD), probes=told) as engine:
-        await start(start_front, engine, probe_s=0.1)
+        await start(start_front, engine, probe_s=1.0)
         engine._probes["/openapi.json"] = http(listed)
         await until(lambda: asked(engine, "/health/liveliness") > 1)
         assert asked(engine, "/health") == 0
@@ -99,7 +99,7 @@ async def test_a_server_whose_description_is_late_is_not_asked_about_its_health_
 
 async def test_a_server_whose_description_never_comes_is_asked_about_its_health(start_front: StartFront) -> None:
     async with LyingEngine(http(GOOD), probes={"/openapi.json": hang}) as engine:
-        front = await start(start_front, engine, probe_s=0.05)
+        front = await start(start_front, engine, probe_s=1.0)
         await until(lambda: asked(engine, "/health") > 1)
         assert asked(engine, "/openapi.json") == 3
         assert all(front.cluster.engines_ready.values())
@@ -164,11 +164,11 @@ async def test_an_engine_that_sends_tokens_is_not_lost_because_its_probes_hang(
 ) -> None:
     over = asyncio.Event()
     async with LyingEngine(streaming(TOKEN, over), closes=True) as engine:
-        front = await start(start_front, engine, probe_s=0.05, probes_failed_max=2)
+        front = await start(start_front, engine, probe_s=0.25, probes_failed_max=2)
         (handle,) = front.cluster.fleet.handles.values()
         async with front.post(stream=True) as response:
             engine._probes[path] = hang
-            await probes(engine, 8)
+            await probes(engine, 5)
             assert (handle.ready, handle.probes_failed) == (True, 0)
             over.set()
             assert (await response.read()).endswith(END)
