@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmserve.errors import ConfigError
 from llmserve.live.journal import Header, Journal
+from llmserve.scheduling.programs.programs import Programs
 from llmserve.settings.policies import PLANNED, SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.cluster import SimulatedCluster
@@ -16,11 +17,20 @@ from llmserve.simulation.scenario import Scenario, engines, prepare
 
 
 def run_programs(
-    scenario: Scenario, scheduling: SchedulingConfig, *, straight: bool = False, journal_path: Path | None = None
+    scenario: Scenario,
+    scheduling: SchedulingConfig,
+    *,
+    straight: bool = False,
+    named: bool = True,
+    programs: Programs | None = None,
+    journal_path: Path | None = None,
 ) -> Outcome:
     """Run the programs of scenario.programs to their ends. scheduling : resolved.
 
-    straight : the scheduler sends each request to an engine at once, and requests wait there.
+    straight  the scheduler sends each request to an engine at once, and requests wait there
+    named     the requests say of which program they are
+    programs  decides on programs instead of the scheduler's own
+
     Raises ConfigError on settings that contradict each other, LLMServeError when a program cannot go on.
     """
     assert scenario.programs is not None
@@ -31,9 +41,11 @@ def run_programs(
     work = prepare(scenario, scheduling, world=world)
     header = Header(scheduling, work.scores, work.lengths)
     scheduler = header.scheduler()
+    if programs is not None:
+        scheduler.group.programs = programs
     lengths, texts = work.trace.output_tokens.tolist(), work.trace.texts
     requests = [request for _, request in workload.requests(work.trace, work.predictions)]
-    loop = ProgramLoop(world, requests, named=not straight)
+    loop = ProgramLoop(world, requests, named=named and not straight)
     streaming = range(len(requests)) if scheduler.preempts else ()
     timed_engines = engines(
         scenario,

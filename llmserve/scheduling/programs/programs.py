@@ -32,7 +32,7 @@ from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.programs.kinds import Kinds
 from llmserve.scheduling.programs.ledger import Ledger
 from llmserve.scheduling.programs.tools import Tools
-from llmserve.scheduling.programs.turn import Pace, Program, Turn
+from llmserve.scheduling.programs.turn import PATIENCE, Pace, Program, Turn
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.work import PromptTime, Work
 
@@ -54,10 +54,16 @@ class Times(Protocol):
 
 
 class Programs:
-    """All programs of a scheduler."""
+    """All programs of a scheduler.
 
-    def __init__(self) -> None:
-        self.kinds, self.tools = Kinds(), Tools()
+    tools     how long they take
+    patience  see the module
+    room      share of an engine's cache that is filled
+    """
+
+    def __init__(self, tools: Tools | None = None, *, patience: float = PATIENCE, room: float = ROOM) -> None:
+        self.kinds, self.tools = Kinds(), tools or Tools()
+        self._patience, self._room = patience, room
         self.active_until_s = -math.inf
         self._sort_s = -math.inf
         self._paces: dict[str, Pace] = {}  # by model
@@ -77,18 +83,24 @@ class Programs:
             self.active_until_s = now_s + ACTIVE_S
         if not self.active(now_s):
             return False
-        pace = self._paces.setdefault(request.model, Pace())
+        pace = self._paces.get(request.model)
+        if pace is None:
+            pace = self._paces[request.model] = Pace(self._patience)
         program = self._of(request, now_s) if request.program else None
         is_first = program is None or program.step == 1
         turn = queued.turn = Turn(pace, now_s if program is None else program.from_s, program, is_first=is_first)
         if program is not None:
-            further = self.kinds.further(request.kind, program.step)
-            turn.further_s = further.steps * times.work(further.answer, further.growth).seconds
+            turn.further_s = self.further_s(request, program, times)
         pace.arrived(queued.service_s + turn.further_s)
         sorts = now_s >= self._sort_s
         if sorts:
             self._sort_s = now_s + SORT_S
         return sorts
+
+    def further_s(self, request: Request, program: Program, times: Times) -> float:
+        """Expected seconds of a slot for the steps that follow a request."""
+        further = self.kinds.further(request.kind, program.step)
+        return further.steps * times.work(further.answer, further.growth).seconds
 
     def _of(self, request: Request, now_s: float) -> Program:
         """The program of a request, whose turn begins or goes on."""
@@ -192,7 +204,7 @@ class Programs:
         tokens_max, ledger = engine.info.tokens_max, self._ledgers.get(engine.info.name)
         if not engine.running or ledger is None or tokens_max is None:
             return True
-        room = tokens_max if self.passes(queued, engine) else ROOM * tokens_max
+        room = tokens_max if self.passes(queued, engine) else self._room * tokens_max
         need = self._need(queued, ledger)
         if ledger.tokens + need <= room:
             return True

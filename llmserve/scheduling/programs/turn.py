@@ -12,13 +12,16 @@ LEAST_SHARE = 1e-9  # of the mean work; keeps keys finite
 class Pace:
     """What the keys of one model's turns are measured in.
 
+    patience : see programs.py
+
     wait_s  mean wait of the turns that had to wait
     work_s  mean work of a turn, as expected when its requests arrive
     """
 
-    __slots__ = ("_arrivals", "_waits", "wait_s", "work_s")
+    __slots__ = ("_arrivals", "_waits", "patience", "wait_s", "work_s")
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.patience = patience
         self.wait_s = self.work_s = 0.0
         self._waits = self._arrivals = 0
 
@@ -79,4 +82,4 @@ class Turn:
         if pace.work_s <= 0.0 or pace.wait_s <= 0.0:
             return self.from_s
         share = max(LEAST_SHARE, (service_s + self.further_s) / pace.work_s)
-        return self.from_s + PATIENCE * pace.wait_s * math.log(share)
+        return self.from_s + pace.patience * pace.wait_s * math.log(share)
