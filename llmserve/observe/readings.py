@@ -82,6 +82,11 @@ class SchedulerReading:
     def of_engines(self, value: Callable[[EngineState], float]) -> Rows:
         return [((name,), value(engine)) for name, engine in self._engines]
 
+    def kept(self, place: int) -> Rows:
+        """What engines keep for programs, while programs come. place : in Programs.kept"""
+        programs = self._cluster.scheduler.group.programs
+        return [((name,), programs.kept(name)[place]) for name, _ in self._engines] if programs.seen else []
+
     def of_probed(self, value: Callable[[EngineHandle], float]) -> Rows:
         """Of engines that have answered a probe."""
         handles = sorted(self._cluster.fleet.handles.items())

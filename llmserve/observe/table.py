@@ -226,6 +226,18 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         SchedulerReading.model_loads,
         *("engine", "model"),
     ),
+    _read(
+        "engine_kept_programs",
+        "Programs in a tool call whose tokens the engine keeps, once programs have come",
+        lambda now: now.kept(0),
+        "engine",
+    ),
+    _read(
+        "engine_ledger_tokens",
+        "Tokens of the engine's cache that running requests and kept programs have, what they share once",
+        lambda now: now.kept(1),
+        "engine",
+    ),
     _read("engines_wanted", "Engines that the model's requests need, by forecasts", SchedulerReading.wanted, "model"),
     _read(
         "prediction_trusted",

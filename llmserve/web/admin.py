@@ -109,6 +109,7 @@ class AdminEndpoints:
             "drains_in_s": round(drained_s, 1),
             "slots": handle.info.slots,
             "tokens_max": handle.info.tokens_max,
+            "kept_programs": self._cluster.scheduler.group.programs.kept(handle.name)[0],
             "models": list(handle.models),
             "worker": handle.info.worker or None,
         }

@@ -58,3 +58,27 @@ async def test_a_chat_is_of_no_program(start_front: StartFront) -> None:
             assert "x-llmserve-program" not in response.headers
     requests: list[Any] = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
     assert (requests[0].request.program, requests[0].request.step) == (0, 0)
+
+
+async def test_what_an_engine_keeps_for_programs_is_in_the_metrics_once_programs_come(start_front: StartFront) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "edit", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "mend it"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+    names = ("llmserve_engine_ledger_tokens", "llmserve_engine_kept_programs")
+
+    async def scraped() -> list[list[float]]:
+        async with front.session.get(f"{front.url}/metrics") as response:
+            scrape = Scrape(await response.text())
+        return [list(scrape.by(name, "engine").values()) for name in names]
+
+    async with FakeEngine(step_s=0.001, slots=4, tokens_max=10_000) as engine:
+        front = await start_front(engine)
+        async with front.post(max_tokens=2) as response:
+            assert response.status == 200
+        assert await scraped() == [[], []]
+        async with front.post(messages=messages, max_tokens=2, headers={"x-llmserve-session": "s"}) as response:
+            assert response.status == 200
+        assert await scraped() == [[0.0], [0.0]]

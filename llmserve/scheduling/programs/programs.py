@@ -70,6 +70,11 @@ class Programs:
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._ledgers: dict[str, Ledger] = {}  # by engine
 
+    @property
+    def seen(self) -> bool:
+        """Whether requests of programs have come."""
+        return self.active_until_s > -math.inf
+
     def active(self, now_s: float) -> bool:
         """Whether requests of programs come."""
         return now_s < self.active_until_s
@@ -192,6 +197,11 @@ class Programs:
         """An engine has lost its cache."""
         if engine in self._ledgers:
             self._ledgers[engine].clear()
+
+    def kept(self, engine: str) -> tuple[int, int]:
+        """The programs in a tool call for which an engine keeps tokens; and the tokens of its ledger."""
+        ledger = self._ledgers.get(engine)
+        return (sum([not holding.runs for _, holding in ledger]), ledger.tokens) if ledger is not None else (0, 0)
 
     # ---- room ----
 
