@@ -1,9 +1,10 @@
 """On which engine a request starts: where it delays others and itself least.
 
-    cost      left + prefill (1 + n) + SLOWER answer u + wait
+    cost      left + DISPLACED prefill (1 + n) + SLOWER answer u + wait
 
     left      seconds until the engine has computed the long prompts that it was sent (prefills.py)
-    prefill   seconds for what the engine does not have in its cache; each of the n answers that run there waits as long
+    prefill   seconds for what the engine does not have in its cache; each of the n answers that run there waits so long.
+              What is computed displaces as much of the cache, which will be computed again: DISPLACED
     answer    seconds of the answer.  u : n over the engine's slots
     wait      seconds until a slot is free, if there is none: n over the slots, of mean answers
 
@@ -23,7 +24,8 @@ from llmserve.scheduling.queues.waiting import QueuedRequest
 # With all slots in use a token takes about twice as long as alone, so a mean one 1.5 times; and each answer more
 # delays the others together as much as they delay it.
 SLOWER = 2.0 / 1.5
-GUESSED = 0.01  # of a token of an answer: a token of a prompt, before the answers prove what it takes
+DISPLACED = 2.0
+GUESSED = 0.005  # of a token of an answer: a token of a prompt, before the answers prove what it takes
 
 
 def preferred(
@@ -49,7 +51,7 @@ def cost_s(
 ) -> float:
     """Seconds by which a request, started on an engine, is delayed there and delays others."""
     slots, running = max(1, engine.info.slots), len(engine.running)
-    prefill_s = missing_s(queues, queued.request, cached_tokens)
+    prefill_s = DISPLACED * missing_s(queues, queued.request, cached_tokens)
     answer_s, beside = queued.service_s - queued.prompt_s, min(running, slots)
     cost = engine.prefills.left_s(now_s) + prefill_s * (1 + beside) + SLOWER * answer_s * beside / slots
     return cost + queued.service_mean_s * max(0, running + 1 - slots) / slots
