@@ -3,7 +3,7 @@
     cost      left + DISPLACED prefill (1 + n) + SLOWER answer u + wait
 
     left      seconds until the engine has computed the long prompts that it was sent (prefills.py)
-    prefill   seconds for what the engine does not have in its cache; each of the n answers that run there waits so long.
+    prefill   seconds for what the engine does not have in its cache; the n answers that run there wait as long, each.
               What is computed displaces as much of the cache, which will be computed again: DISPLACED
     answer    seconds of the answer.  u : n over the engine's slots
     wait      seconds until a slot is free, if there is none: n over the slots, of mean answers
