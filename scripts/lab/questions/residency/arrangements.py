@@ -15,7 +15,7 @@ from llmserve.engines.process import free_ports
 DIRECT, EVENTS, BARE = "direct", "events", "bare"
 POLICIES = ("kv_aware", "cache_aware", "round_robin")
 NAMES = {
-    DIRECT: "each conversation at one engine",
+    DIRECT: "vLLM directly",
     EVENTS: "llmserve with KV events",
     BARE: "llmserve without",
     **{policy: f"vllm-router {policy}" for policy in POLICIES},
@@ -36,12 +36,19 @@ class Engine:
     def url(self) -> str:
         return self.server.url
 
+    @property
+    def name(self) -> str:
+        """As llmserve names the engine at this URL."""
+        return self.url.removeprefix("http://")
+
 
 @asynccontextmanager
 async def engine(python: str, name: str, slots: int, cache_blocks: int) -> AsyncIterator[Engine]:
     """python : an interpreter that has vLLM.  cache_blocks : of BLOCK_TOKENS tokens"""
-    events, replay = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
-    published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "replay_endpoint": replay}
+    ports = free_ports(2)
+    events, replay = [f"tcp://127.0.0.1:{port}" for port in ports]
+    bound = f"tcp://*:{ports[0]}"  # an address without a star is one that vLLM connects to
+    published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": bound, "replay_endpoint": replay}
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", str(BLOCK_TOKENS)]
     flags += ["--num-gpu-blocks-override", str(cache_blocks), "--kv-events-config", json.dumps(published)]
     flags += ["--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT_TOKENS})]
@@ -57,8 +64,11 @@ async def engines(python: str, count: int, slots: int, cache_blocks: int) -> Asy
 
 
 @asynccontextmanager
-async def reached(arrangement: str, engines: Sequence[Engine], router: str) -> AsyncIterator[list[str]]:
-    """The URLs that take turns for the conversations of an arrangement. A server in front has learnt nothing."""
+async def reached(arrangement: str, engines: Sequence[Engine], router: str, *further: str) -> AsyncIterator[list[str]]:
+    """The URLs that take turns for the conversations of an arrangement. A server in front has learnt nothing.
+
+    further : flags of llmserve
+    """
     urls = [one.url for one in engines]
     if arrangement == DIRECT:
         yield urls
@@ -77,7 +87,8 @@ async def reached(arrangement: str, engines: Sequence[Engine], router: str) -> A
         async with running(NAMES[arrangement], command, ready="/health") as server:
             yield [server.url]
         return
-    flags = ["--log-level", "warning", *flags_of("engine", urls)]
-    flags += ["--kv-events", *[one.events for one in engines]] if arrangement == EVENTS else []
+    flags = ["--log-level", "warning", *flags_of("engine", urls), *further]
+    if arrangement == EVENTS:
+        flags += flags_of("kv-events", [f"{one.name}={one.events},{one.replay}" for one in engines])
     async with front_end(NAMES[arrangement], *flags) as server:
         yield [server.url]
