@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +50,7 @@ ARRANGEMENTS = {"shared": (EVENTS, BARE, *POLICIES, DIRECT), "long": (DIRECT, BA
 LONG_SHARE = 0.02
 LONG_TOKENS = 3_900  # of a prompt of the whole context: its answer fits, too
 CHARS_PER_TOKEN = 3.2  # of the demo model's prompts, at least
-SLOTS, CACHE_BLOCKS = 8, 800
+SLOTS, CACHE_BLOCKS = 8, 480
 CASE = ("arrangement", "round")
 ANSWER_S_MAX = 600.0
 COLUMNS = {
@@ -112,7 +113,10 @@ async def long_pass(url: str, texts: Sequence[str], at_s: Sequence[float]) -> di
 
 
 async def shared(args: argparse.Namespace, write: Callable[[Sequence[Row]], None]) -> list[Row]:
-    shape = Shape(args.conversations, begin_per_s=args.begin_per_s, answer_tokens=args.answer_tokens)
+    begin_per_s, answer_tokens = args.begin_per_s, args.answer_tokens
+    shape = Shape(
+        args.conversations, prefix_chars=args.prefix_chars, begin_per_s=begin_per_s, answer_tokens=answer_tokens
+    )
     rows: list[Row] = []
     async with engines(args.vllm_python, 2, SLOTS, args.cache_blocks) as servers:
         for one in servers:  # the first answers of a fresh server are slow
@@ -132,9 +136,10 @@ async def shared(args: argparse.Namespace, write: Callable[[Sequence[Row]], None
 
 async def long(args: argparse.Namespace, write: Callable[[Sequence[Row]], None]) -> list[Row]:
     rows: list[Row] = []
+    first_core = min(os.sched_getaffinity(0))
     with kept_off_the_first_core(True):
         async with engines(args.vllm_python, 1, SLOTS, args.cache_blocks) as (server,):
-            move_engine_to_the_first_core(server.server, 0)
+            move_engine_to_the_first_core(server.server, first_core)
             rate_per_s = args.load * await capacity_per_s(server, args.chats)
             for number in range(args.rounds):
                 at_s = poisson_arrivals_s(args.chats, rate_per_s, np.random.default_rng([args.seed, number]))
@@ -206,7 +211,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     results = read_parts(args.output)
     measures = {"shared": shared, "long": long}
     for part in args.parts:
-        names = {"shared": ("conversations", "begin_per_s", "answer_tokens"), "long": ("chats", "load")}[part]
+        names = {
+            "shared": ("conversations", "prefix_chars", "begin_per_s", "answer_tokens"),
+            "long": ("chats", "load"),
+        }[part]
         setting = {**day_and_machine(), **{name: getattr(args, name) for name in (*names, "cache_blocks", "seed")}}
 
         def write(passes: Sequence[Row], part: str = part, setting: Mapping[str, Any] = setting) -> None:
@@ -245,9 +253,10 @@ def main() -> None:
     add("--arrangements", nargs="+", choices=NAMES, help="(default: those of the part)")
     add("--rounds", type=int, default=3, help="(%(default)s)")
     add("--conversations", type=int, default=40, help="of a pass of the part shared (%(default)s)")
+    add("--prefix-chars", type=int, default=8_000, help="length of the shared prefixes (%(default)s)")
     add("--begin-per-s", type=float, default=0.8, help="conversations that begin in a second (%(default)s)")
-    add("--answer-tokens", type=int, default=24, help="of each turn's answer (%(default)s)")
-    add("--chats", type=int, default=400, help="requests of a pass of the part long (%(default)s)")
+    add("--answer-tokens", type=int, default=16, help="of each turn's answer (%(default)s)")
+    add("--chats", type=int, default=200, help="requests of a pass of the part long (%(default)s)")
     add("--load", type=float, default=0.7, help="of the capacity, in the part long (%(default)s)")
     add("--cache-blocks", type=int, default=CACHE_BLOCKS, help="of 32 tokens, of each server (%(default)s)")
     add("--seed", type=int, default=2030, help="draws texts, arrivals and pauses")
