@@ -12,6 +12,8 @@ FAULTS_MAX = 0.01  # share of runs
 REFUSED_MAX = 0.01  # share of requests
 MISSED_MAX = 0.05  # share of deadlines
 FALLBACKS_MAX = 0.05  # share of forecasts
+LONG_PROMPT_TOKENS = 1_000  # mean of an engine whose cache is worth a word
+EXPECTED_LEAST, FOUND_LEAST = 0.2, 0.5  # expected hits, as a share of prompts; hits, as a share of the expected ones
 PACE_MOST = 1.5  # measured over profiled times, or the other way round
 AT_ONCE_S, AT_ONCE_SHARE = "0.01", 0.95
 LATE_S, LATE_SHARE = "1.0", 0.2
@@ -59,7 +61,7 @@ CUTS = {
 def findings(scrape: Scrape, seconds: float) -> list[Finding]:
     """All findings. seconds : in which what grows has grown"""
     checks: tuple[Callable[[Scrape], Iterator[Finding]], ...] = (
-        *(engines_down, open_circuits, faults, slots, paces),
+        *(engines_down, open_circuits, faults, slots, paces, caches),
         *(forecasts, order, refusals, cuts, deadlines, state),
     )
     found = [finding for check in checks for finding in check(scrape)]
@@ -148,6 +150,34 @@ def paces(scrape: Scrape) -> Iterator[Finding]:
                 "profile_off",
                 f"Batches on engine {labels['engine']}{model} take {pace:.2g} times as long as the profile says.",
                 "Measure the engine again with `llmserve profile`, and give the file with --profile.",
+            )
+
+
+def caches(scrape: Scrape) -> Iterator[Finding]:
+    name = "llmserve_prompt_tokens_total"
+    runs = scrape.by("llmserve_engine_requests_total", "engine", outcome="completed")
+    forecast = scrape.by("llmserve_forecast_cached_tokens_total", "engine")
+    for engine, tokens in scrape.by(name, "engine").items():
+        if (count := runs.get(engine, 0.0)) < FEW:
+            continue
+        yes, unknown = (scrape.sum(name, engine=engine, cached=cached) for cached in ("yes", "unknown"))
+        told, expected = tokens - unknown, forecast.get(engine, 0.0)
+        if unknown == tokens and tokens > LONG_PROMPT_TOKENS * count:
+            yield Finding(
+                "note",
+                "cache_not_told",
+                f"Engine {_named(scrape, engine)} does not tell what it has of prompts in its cache, and prompts are "
+                f"long ({tokens / count:,.0f} tokens).",
+                "Start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report.",
+            )
+        elif told and expected > EXPECTED_LEAST * told and yes < FOUND_LEAST * expected:
+            yield Finding(
+                "slow",
+                "prompts_computed_again",
+                f"Engine {_named(scrape, engine)} had {yes / told:.0%} of its prompts in its cache, where llmserve "
+                f"expected {expected / told:.0%}.",
+                "Prefix caching may be off (vLLM: --enable-prefix-caching), or the cache too small for the prompts in "
+                "use: give it more memory, or lower --slots.",
             )
 
 

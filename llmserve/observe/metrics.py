@@ -63,7 +63,7 @@ class Metrics:
         self.meter_of_all = meter_of_all(meters)
         self._cluster, self._meters = cluster, meters
         self._families = families or Families(table.TABLE)
-        self._requests = RequestCounts(self._families, batch_size)
+        self._requests = RequestCounts(self._families, batch_size, cluster.scheduler.requests)
         self._plans = Plans(energy_known)
         self.order = named(order_settings(cluster.journal.header.scheduling))
         self._process = CollectorRegistry()

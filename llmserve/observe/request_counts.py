@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from llmserve.live.journal import Step
 from llmserve.observe.counters import Families
@@ -20,6 +20,7 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.scheduling.queues.waiting import QueuedRequest
 
 BATCHES_STORED = 1_000  # that start in parts; all parts of a batch start before so many others have begun to
 
@@ -27,12 +28,14 @@ BATCHES_STORED = 1_000  # that start in parts; all parts of a batch start before
 class RequestCounts:
     """Counts of requests. Each method but `keep` and `refuse` takes an event or action, and its step of the journal.
 
+    scheduled                    the scheduler's requests, by id
     runs                         counts by model and engine
     completed, completed_tokens  requests that completed, and their output tokens
     """
 
-    def __init__(self, families: Families, batch_size: int) -> None:
+    def __init__(self, families: Families, batch_size: int, scheduled: Mapping[int, QueuedRequest]) -> None:
         self.runs = RunCounts(families)
+        self._scheduled = scheduled
         self.completed, self.completed_tokens = 0, 0.0
         self._open: dict[int, _Open] = {}  # by request id
         self._ended = families.counter("llmserve_requests")
@@ -73,6 +76,8 @@ class RequestCounts:
             self._rejected.of("no_socket").inc()
             self._end(event.request_id, request, "failed", 0, step.now_s)
         elif event.outcome == "completed" or not _may_run_again(event, request):
+            if request is not None and request.runs is not None and event.cached_tokens is not None:
+                request.runs.forecast_cached_tokens.inc(request.forecast_cached_tokens)
             self._end(event.request_id, request, event.outcome, event.output_tokens, step.now_s)
 
     def end_batch(self, event: BatchEnded, step: Step) -> None:
@@ -106,6 +111,8 @@ class RequestCounts:
             known.engine, known.batch_id = engine, batch.id
             known.started_at_s, known.is_stopping = now_s, False
             known.predicted_tokens = request.predicted_tokens
+            if (queued := self._scheduled.get(request.id)) is not None:
+                known.forecast_work_s, known.forecast_cached_tokens = queued.service_s, queued.cached_tokens
             runs = known.runs = self.runs.of(request.model, engine)
             runs.waiting.observe(now_s - known.arrived_at_s)
         if not has_begun:
@@ -141,6 +148,8 @@ class RequestCounts:
         if (runs := known.runs) is not None:
             runs.latency.observe(latency_s)
             runs.output_tokens.inc(tokens * request.choices)
+            runs.forecast_work.inc(known.forecast_work_s)
+            runs.work.inc(now_s - known.started_at_s)
         stream.latency.observe(latency_s)
         self.completed += 1
         self.completed_tokens += tokens * request.choices
@@ -154,14 +163,14 @@ class RequestCounts:
 class _Open:
     """A request that has not ended.
 
-    predicted_tokens, batch_id  of its last start
+    predicted_tokens, batch_id, forecast_work_s, forecast_cached_tokens  of its last start
     engine       that runs it; None: it waits.  runs : counts of its last engine
     is_stopping  whether its batch was preempted, and it has not restarted yet
     is_retry     whether an engine has failed or refused it, or was lost with it
     """
 
     __slots__ = (
-        *("arrived_at_s", "batch_id", "engine", "is_retry", "is_stopping"),
+        *("arrived_at_s", "batch_id", "engine", "forecast_cached_tokens", "forecast_work_s", "is_retry", "is_stopping"),
         *("predicted_tokens", "request", "runs", "started_at_s"),
     )
 
@@ -169,7 +178,7 @@ class _Open:
         self.request = request
         self.arrived_at_s = arrived_at_s
         self.predicted_tokens = request.predicted_tokens
-        self.started_at_s = 0.0
+        self.started_at_s = self.forecast_work_s = self.forecast_cached_tokens = 0.0
         self.batch_id: int | None = None
         self.engine: str | None = None
         self.runs: EngineRuns | None = None

@@ -30,6 +30,9 @@ class RunCounts:
         self.latency = families.histogram("llmserve_latency_seconds")
         self.prompt_tokens = families.counter("llmserve_prompt_tokens")
         self.output_tokens = families.counter("llmserve_output_tokens")
+        self.forecast_cached_tokens = families.counter("llmserve_forecast_cached_tokens")
+        self.forecast_work = families.counter("llmserve_forecast_work_seconds")
+        self.work = families.counter("llmserve_work_seconds")
         self._by_labels: dict[tuple[str, str], EngineRuns] = {}
 
     def of(self, model: str, engine: str) -> EngineRuns:
@@ -44,7 +47,8 @@ class RunCounts:
             del self._by_labels[labels]
             for histograms in (self.waiting, self.first_token, self.between_tokens, self.latency):
                 histograms.remove(*labels)
-            self.output_tokens.remove(*labels)
+            for counted in (self.output_tokens, self.forecast_cached_tokens, self.forecast_work, self.work):
+                counted.remove(*labels)
             for cached in CACHED:
                 self.prompt_tokens.remove(*labels, cached)
             for outcome in RUN_OUTCOMES:
@@ -71,7 +75,8 @@ class EngineRuns:
 
     __slots__ = (
         *("_prompt_tokens", "_retries", "_runs"),
-        *("between_tokens", "first_token", "latency", "output_tokens", "waiting"),
+        *("between_tokens", "first_token", "forecast_cached_tokens", "forecast_work"),
+        *("latency", "output_tokens", "waiting", "work"),
     )
 
     def __init__(self, counts: RunCounts, model: str, engine: str) -> None:
@@ -80,6 +85,8 @@ class EngineRuns:
         self.between_tokens = counts.between_tokens.of(model, engine)
         self.latency = counts.latency.of(model, engine)
         self.output_tokens = counts.output_tokens.of(model, engine)
+        self.forecast_cached_tokens = counts.forecast_cached_tokens.of(model, engine)
+        self.forecast_work, self.work = counts.forecast_work.of(model, engine), counts.work.of(model, engine)
         self._prompt_tokens = {cached: counts.prompt_tokens.of(model, engine, cached) for cached in CACHED}
         self._runs = {outcome: counts.runs.of(model, engine, outcome) for outcome in RUN_OUTCOMES}
         self._retries = {outcome: counts.retries.of(model, engine, outcome) for outcome in RUN_OUTCOMES}

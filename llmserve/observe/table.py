@@ -137,6 +137,17 @@ RUNS = (  # run_counts.py
         "yes, no (they were computed), unknown (the engine does not tell)",
         *("model", "engine", "cached"),
     ),
+    _counter(
+        "forecast_cached_tokens",
+        "Tokens of prompts that were expected in the engine's cache, of complete answers whose engine tells its hits",
+        *("model", "engine"),
+    ),
+    _counter(
+        "forecast_work_seconds",
+        "Of complete answers: seconds on the engine, as forecast before the start, for the prompt and for the answer",
+        *("model", "engine"),
+    ),
+    _counter("work_seconds", "Of complete answers: seconds on the engine", "model", "engine"),
     _counter("output_tokens", "Output tokens of complete answers", "model", "engine"),
 )
 PROGRAMS = (  # gateway/part.py

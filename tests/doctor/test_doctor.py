@@ -90,6 +90,23 @@ def test_each_reading_has_its_finding(line: str, level: str, code: str) -> None:
     assert finding.remedy.endswith(".")
 
 
+PROMPTS = 'llmserve_prompt_tokens_total{engine="a",model="m",cached="%s"} %d'
+EXPECTED = 'llmserve_forecast_cached_tokens_total{engine="a",model="m"} %d'
+
+
+def test_long_prompts_of_an_engine_that_tells_no_hits_have_a_note() -> None:
+    (found,) = findings(PROMPTS % ("unknown", 2_000_000))
+    assert (found.level, found.code) == ("note", "cache_not_told")
+    assert findings(PROMPTS % ("unknown", 200_000)) == [], "prompts of 200 tokens are soon computed"
+
+
+def test_expected_hits_that_do_not_come_are_slow() -> None:
+    told = (PROMPTS % ("yes", 100_000), PROMPTS % ("no", 900_000))
+    (found,) = findings(*told, EXPECTED % 600_000)
+    assert (found.level, found.code) == ("slow", "prompts_computed_again")
+    assert findings(*told, EXPECTED % 150_000) == [], "what is expected comes, more or less"
+
+
 def test_requests_that_wait_first_come_first_served_could_be_ordered() -> None:
     (finding,) = findings('llmserve_order{settings="fffs"} 1', 'llmserve_order{settings="boost"} 0')
     assert (finding.level, finding.code) == ("slow", "order_ignores_lengths")
