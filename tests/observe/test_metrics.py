@@ -3,10 +3,12 @@
 from llmserve.engines.engine import ServedModel
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.fleet import Fleet
-from llmserve.live.journal import Header, Journal
+from llmserve.live.journal import Header, Journal, Step
+from llmserve.observe.counters import Families
 from llmserve.observe.metrics import Metrics
-from llmserve.observe.request_counts import BATCHES_STORED
+from llmserve.observe.request_counts import BATCHES_STORED, RequestCounts
 from llmserve.observe.stream_counts import OTHER_STREAMS, STREAMS_MAX
+from llmserve.observe.table import TABLE
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -23,6 +25,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.settings.policies import SchedulingConfig
 
 
@@ -197,3 +200,16 @@ def test_counters_of_a_model_are_dropped_when_no_engine_lists_it_and_start_again
         'llmserve_stream_requests_total{model="m",outcome="completed",stream="chat"} 1.0',
         'llmserve_requests_total{outcome="completed"} 2.0',
     )
+
+
+def test_expected_hits_are_counted_where_the_engine_tells_its_own() -> None:
+    families = Families(TABLE)
+    queued = QueuedRequest(Request(1, model="m"), 0, 0.0, cached_tokens=64.0)
+    counts = RequestCounts(families, 8, {1: queued})
+    start = StartBatch("a", Batch(1, 0, (queued.request,), 0.0, 1))
+    for told in (32.0, None):
+        arrived, ended = RequestArrived(queued.request), RequestEnded("a", 1, "completed", 5.0, cached_tokens=told)
+        counts.arrive(arrived, Step(0.0, arrived, (start,)))
+        counts.start(start, Step(0.0, arrived, (start,)))
+        counts.end_run(ended, Step(1.0, ended, ()))
+    assert 'llmserve_forecast_cached_tokens_total{engine="a",model="m"} 64.0' in families.text()

@@ -49,12 +49,12 @@ class Shape:
 
     conversations: int
     prefixes: int = 20
-    prefix_chars: int = 4_000
+    prefix_chars: int = 8_000
     turns: int = 8
     turn_chars: int = 200
     answer_tokens: int = 16
     think_s: float = 1.0
-    begin_per_s: float = 0.8
+    begin_per_s: float = 0.7
 
 
 class Words:

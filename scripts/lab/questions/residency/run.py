@@ -50,7 +50,7 @@ ARRANGEMENTS = {"shared": (EVENTS, BARE, *POLICIES, DIRECT), "long": (DIRECT, BA
 LONG_SHARE = 0.02
 LONG_TOKENS = 3_900  # of a prompt of the whole context: its answer fits, too
 CHARS_PER_TOKEN = 3.2  # of the demo model's prompts, at least
-SLOTS, CACHE_BLOCKS = 8, 480
+SLOTS, CACHE_BLOCKS = 8, 800
 CASE = ("arrangement", "round")
 ANSWER_S_MAX = 600.0
 COLUMNS = {
@@ -252,9 +252,9 @@ def main() -> None:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     add("--arrangements", nargs="+", choices=NAMES, help="(default: those of the part)")
     add("--rounds", type=int, default=3, help="(%(default)s)")
-    add("--conversations", type=int, default=40, help="of a pass of the part shared (%(default)s)")
+    add("--conversations", type=int, default=30, help="of a pass of the part shared (%(default)s)")
     add("--prefix-chars", type=int, default=8_000, help="length of the shared prefixes (%(default)s)")
-    add("--begin-per-s", type=float, default=0.8, help="conversations that begin in a second (%(default)s)")
+    add("--begin-per-s", type=float, default=0.7, help="conversations that begin in a second (%(default)s)")
     add("--answer-tokens", type=int, default=16, help="of each turn's answer (%(default)s)")
     add("--chats", type=int, default=200, help="requests of a pass of the part long (%(default)s)")
     add("--load", type=float, default=0.7, help="of the capacity, in the part long (%(default)s)")
