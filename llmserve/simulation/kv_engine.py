@@ -63,11 +63,13 @@ class _Job:
     computed       tokens whose keys and values are in the cache
     target         tokens to compute before the next token of the answer
     cached_tokens  of the prompt, when it was first admitted; None before
+    began_s        when its client had the first token of a stream; None: not yet, or no stream
     """
 
     __slots__ = (
         "answer_tokens",
         "answered",
+        "began_s",
         "blocks",
         "cached_tokens",
         "computed",
@@ -92,6 +94,7 @@ class _Job:
         self.computed = 0
         self.target = self.tokens
         self.cached_tokens: int | None = None
+        self.began_s: float | None = None
         self.blocks: Blocks | None = None
 
     @property
@@ -157,7 +160,8 @@ class KVEngine:
     lengths    output tokens by request id, rounded to whole tokens, at least one
     texts      prompts by request id; None: texts of the requests' `prompt_tokens` that share nothing
     tools      that answers call, by request id; (): no answer calls one
-    streaming  ids of requests for which the engine gives AnswerBegan
+    streaming  ids of requests whose clients stream: the engine says when their answers begin, by AnswerBegan
+    wants      of these, whether the scheduler wants to hear of it; None: of all
     on_first_token  called with each request's id and the time of its first token
 
     prompt_tokens, cached_tokens  sums over the requests that were admitted, each once
@@ -174,6 +178,7 @@ class KVEngine:
         texts: Mapping[int, Text] | Sequence[Text] | None = None,
         tools: Sequence[tuple[str, ...]] = (),
         streaming: Collection[int] = (),
+        wants: Callable[[int], bool] | None = None,
         on_first_token: Callable[[int, float], None] | None = None,
     ) -> None:
         self.info = info
@@ -190,6 +195,7 @@ class KVEngine:
         self._texts = texts
         self._tools = tools
         self._streaming = streaming
+        self._wants = wants
         self._on_first_token = on_first_token
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []  # in the order of admission
@@ -386,7 +392,9 @@ class KVEngine:
             if self._on_first_token is not None:
                 self._on_first_token(job.request_id, self._now_s)
             if job.streams:
-                self._events.append(AnswerBegan(job.request_id))
+                job.began_s = self._now_s
+                if self._wants is None or self._wants(job.request_id):
+                    self._events.append(AnswerBegan(job.request_id))
         if job.answered >= job.answer_tokens:
             self._finish(job)
 
@@ -402,6 +410,7 @@ class KVEngine:
                     "completed",
                     job.length,
                     cached_tokens=job.cached_tokens,
+                    decode_s=None if job.began_s is None else self._now_s - job.began_s,
                     tools=self._tools[job.request_id] if self._tools else (),
                 )
             )

@@ -46,13 +46,14 @@ def run_programs(
     lengths, texts = work.trace.output_tokens.tolist(), work.trace.texts
     requests = [request for _, request in workload.requests(work.trace, work.predictions)]
     loop = ProgramLoop(world, requests, named=named and not straight)
-    streaming = range(len(requests)) if scheduler.preempts else ()
+    streaming = range(len(requests))
     timed_engines = engines(
         scenario,
         scheduling,
         lengths,
         streaming,
         texts,
+        wants_first_token=None if scheduler.preempts else scheduler.wants_first_token,
         tools=[asked.tools for asked in world.asked],
         straight=straight,
         on_first_token=loop.note_first_token,

@@ -457,12 +457,13 @@ def engines(
     texts: Sequence[Text] | None = None,
     *,
     tools: Sequence[tuple[str, ...]] = (),
+    wants_first_token: Callable[[int], bool] | None = None,
     straight: bool = False,
     on_first_token: Callable[[int, float], None] | None = None,
 ) -> list[SimulatedEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
     streaming : ids of requests whose clients stream.  texts : prompts by request id; None: they share nothing.
-    tools : that answers call, by request id.
+    tools : that answers call, by request id.  wants_first_token : as `wants` in KVEngine
     straight : all requests go to the engine at once, and wait there, by priority.  on_first_token : as in KVEngine
 
     Raises ConfigError on a profile that cannot be read, or that has fewer sequences than its engines have slots.
@@ -490,6 +491,7 @@ def engines(
                     texts=texts,
                     tools=tools,
                     streaming=streaming,
+                    wants=wants_first_token,
                     on_first_token=on_first_token,
                 )
             )

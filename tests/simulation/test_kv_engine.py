@@ -139,7 +139,8 @@ def test_a_stream_begins_with_the_last_step_of_its_prompt() -> None:
     streaming = KVEngine(EngineInfo("e", 8, False), [2], costs(), limits, texts=[own(0, 50)], streaming={0})
     streaming.start(batch(0), 0.0)
     first, last = events(streaming)
-    assert (first[1], last[1]) == (AnswerBegan(0), RequestEnded("e", 0, "completed", 2, cached_tokens=0))
+    ended = RequestEnded("e", 0, "completed", 2, cached_tokens=0, decode_s=last[0] - first[0])
+    assert (first[1], last[1]) == (AnswerBegan(0), ended)
     assert last[0] - first[0] == pytest.approx(1.5)
 
 
@@ -467,3 +468,19 @@ def test_texts_share_the_hashes_of_the_blocks_that_they_share() -> None:
     assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False, False, False, False]
     assert longer[:6] == one
     assert len({*one, *other, *longer}) == 2 + 4 + 4 + 1
+
+
+def test_answers_begin_by_an_event_only_where_the_scheduler_wants_to_hear_of_it() -> None:
+    texts, limits = [own(0, 50), own(1, 50)], KVLimits(10**6, 100, 8)
+    streaming = KVEngine(
+        EngineInfo("e", 8, False),
+        [2, 2],
+        costs(),
+        limits,
+        texts=texts,
+        streaming={0, 1},
+        wants=lambda request_id: request_id == 1,
+    )
+    streaming.start(batch(0, 1), 0.0)
+    began = [event for _, event in events(streaming) if isinstance(event, AnswerBegan)]
+    assert began == [AnswerBegan(1)]

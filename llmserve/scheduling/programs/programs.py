@@ -37,7 +37,7 @@ from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.work import PromptTime, Work
 
 ROOM = 0.9  # of the cache
-SMALL = 0.01
+SMALL = 0.02
 ACTIVE_S = 3600.0  # after a step of a program that was not its first, programs count
 SORT_S = 1.0  # between two sorts of the queue by new keys
 POOL_S = 20.0  # of a whole cache, before the speed of prompts is known
