@@ -109,7 +109,7 @@ def test_within_a_share_the_order_decides() -> None:
         world.ask(Ask("a", tokens=tokens, predicted=tokens))
     world.ask(Ask("b", tokens=100.0, predicted=100.0))
     starts: list[float] = []
-    world._on_start = lambda ask: starts.append(ask.tokens)
+    world._on_start = lambda ask, computed: starts.append(ask.tokens)
     world.run(10.0)
     assert starts == [20.0, 100.0, 40.0, 60.0]
 
@@ -167,9 +167,9 @@ def test_a_share_goes_on_with_prompts_of_one_prefix_until_it_is_two_prompts_ahea
     for prefix in (0, 7):
         scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
         one_slot = [EngineInfo("e", 1, False)]
-        world = Clients(scheduler, one_slot, lambda tokens: 1.0, lambda ask: starts.append(ask.share))
+        world = Clients(scheduler, one_slot, lambda tokens: 1.0, lambda ask, computed: starts.append(ask.share))
         for share in "ab" * 6:
-            world.ask(Ask(share, prompt_tokens=1_000.0, prefix=prefix and prefix + ord(share)))
+            world.ask(Ask(share, 500.0, 500.0, prompt_tokens=1_000.0, prefix=prefix and prefix + ord(share)))
         world.run(20.0)
     assert "".join(starts[1:11]) == "ab" * 5, "the first found nobody waiting"
     runs = [len(list(run)) for _, run in groupby(starts[12:])]

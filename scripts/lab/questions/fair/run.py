@@ -151,7 +151,7 @@ def prefix_hits(order: str, *, fair: bool) -> float:
     cache: OrderedDict[int, None] = OrderedDict()
     counts: Counter[bool] = Counter()
 
-    def started(ask: Ask) -> None:
+    def started(ask: Ask, _computed: float) -> None:
         counts[ask.prefix in cache] += 1
         cache[ask.prefix] = None
         cache.move_to_end(ask.prefix)

@@ -59,7 +59,8 @@ class Clients:
     """seconds : of a batch on an engine, by the tokens of its longest answer; a slot that refills runs a batch of one
 
     latencies : seconds, by share.  refused : requests, by share
-    on_start, on_step : told of each start, by its question, and of each step
+    on_start, on_step : told of each start, by its question and the tokens of its prompt that the engine has yet to compute,
+    and of each step
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Clients:
         scheduler: Scheduler,
         infos: list[EngineInfo],
         seconds: Callable[[float], float],
-        on_start: Callable[[Ask], None] = lambda ask: None,
+        on_start: Callable[[Ask, float], None] = lambda ask, computed: None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler, self.now_s = scheduler, 0.0
@@ -77,6 +78,7 @@ class Clients:
         self._ids, self._serial = count(), count()
         self._ends: list[tuple[float, int, Event]] = []
         self._asked: dict[int, tuple[Ask, float]] = {}
+        self._cached: set[tuple[str, int]] = set()  # (engine, prefix)
         self._barrier = {info.name: info.barrier for info in infos}
         for info in infos:
             self._step(EngineReady(info))
@@ -97,7 +99,7 @@ class Clients:
 
     def real_cost(self, queued: QueuedRequest) -> float:
         """What a request will cost by the real length of its answer, weighted tokens."""
-        return cost(queued.request.prompt_tokens, self._asked[queued.request.id][0].tokens)
+        return cost(queued.computed_tokens, self._asked[queued.request.id][0].tokens)
 
     def run(self, until_s: float) -> None:
         while True:
@@ -131,7 +133,9 @@ class Clients:
     def _start(self, action: StartBatch) -> None:
         tokens = {request.id: self._asked[request.id][0].tokens for request in action.batch.requests}
         for id_ in tokens:
-            self._on_start(self._asked[id_][0])
+            ask = self._asked[id_][0]
+            self._on_start(ask, 0.0 if (action.engine, ask.prefix) in self._cached else ask.prompt_tokens)
+        self._cached |= {(action.engine, prefix) for id_ in tokens if (prefix := self._asked[id_][0].prefix)}
         ends: list[tuple[float, Event]] = [
             (length, RequestEnded(action.engine, id_, "completed", length)) for id_, length in tokens.items()
         ]
@@ -180,14 +184,14 @@ def drawn(rng: random.Random, slots: Sequence[int] = SLOTS) -> tuple[SchedulingC
 
 
 def prompt_cost(queued: QueuedRequest) -> float:
-    return cost(queued.request.prompt_tokens, 0.0)
+    return cost(queued.computed_tokens, 0.0)
 
 
 def charge_generated(scheduler: Scheduler, now_s: float) -> None:
     """Charge the tokens that running requests have generated since the last time."""
     for queued in scheduler.requests.values():
         if queued.run is not None:
-            so_far = cost(queued.request.prompt_tokens, (now_s - queued.run.started_at_s) / STEP_S)
+            so_far = cost(queued.computed_tokens, (now_s - queued.run.started_at_s) / STEP_S)
             queued.share.charge(max(0.0, so_far - queued.charged))
             queued.charged = max(queued.charged, so_far)
 
@@ -201,8 +205,8 @@ class Ledger:
         self._since: dict[tuple[str, str], tuple[float, float]] = {}  # least and greatest difference since both wait
         self.gaps: dict[tuple[str, str], float] = {}
 
-    def started(self, ask: Ask) -> None:
-        self.served[ask.share] += cost(ask.prompt_tokens, ask.tokens) / ask.weight
+    def started(self, ask: Ask, computed: float) -> None:
+        self.served[ask.share] += cost(computed, ask.tokens) / ask.weight
         self.longest = max(self.longest, ask.prompt_tokens + ask.tokens)
         self.prompt = max(self.prompt, ask.prompt_tokens)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agents.asking import Asking, end
 from gateway.claude_conversation import CLAUDE
 from gateway.codex_conversation import CODEX
-from programs.asking import Asking, end
 
 from llmserve.gateway.draft import Draft
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from programs.asking import RESPONSES, RULES, SHELL, Asking, calls, completion, end, result, says, user
+from agents.asking import RESPONSES, RULES, SHELL, Asking, calls, completion, end, result, says, user
 
 from llmserve.programs import known_programs as limits
 from llmserve.programs.known_programs import KnownPrograms

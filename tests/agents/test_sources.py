@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from programs.asking import CHAT, MESSAGES, RESPONSES, RULES, SHELL, Asking, calls, result, user
+from agents.asking import CHAT, MESSAGES, RESPONSES, RULES, SHELL, Asking, calls, result, user
 
 from llmserve.gateway.bodies import ChatBody
 from llmserve.programs.sources import FIELDS, HEADERS, SOURCES, Sent, sent_in_body, sent_in_headers
