@@ -59,8 +59,8 @@ class Clients:
     """seconds : of a batch on an engine, by the tokens of its longest answer; a slot that refills runs a batch of one
 
     latencies : seconds, by share.  refused : requests, by share
-    on_start, on_step : told of each start, by its question and the tokens of its prompt that the engine has yet to compute,
-    and of each step
+    on_start, on_step : told of each start, by its question and the tokens of its prompt that the engine has yet to
+    compute, and of each step
     """
 
     def __init__(
