@@ -86,18 +86,20 @@ class Choice:
         running requests, for idle engines wait until the plan lets a batch start.
         """
         now_s, per_token_s = self._now_s, queues.service.seconds_per_token
+        counted: Sequence[EngineState] = ()
         if queued.turn is not None:
-            engines = self._group.programs.home(queued, engines)
-        fitting = [
-            engine
-            for engine in engines
-            if (
-                self._has_room(queued, engine)
-                if self._group.programs.counts(engine, queued)
-                else engine.fits(queued, now_s, per_token_s)
+            programs = self._group.programs
+            engines = programs.home(queued, engines)
+            counted = [engine for engine in engines if programs.counts(engine, queued)]
+        if counted:
+            fitting = [engine for engine in counted if self._has_room(queued, engine)]
+        else:
+            fitting = [
+                engine
+                for engine in engines
+                if engine.fits(queued, now_s, per_token_s)
                 and (not is_oversize(queued, engine.info) or self._gets_token(queued, engine))
-            )
-        ]
+            ]
         if self._pool.computing:
             fitting = [engine for engine in fitting if not self._comes_behind(queues, queued, engine)]
         if queues.release.plans:

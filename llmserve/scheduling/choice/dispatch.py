@@ -112,7 +112,8 @@ class Dispatch:
         started, requests = queues.start(batch, size, turn)
         engine.start(batch, requests, now_s)
         for queued in requests:
-            group.programs.started(queued, engine, now_s)
+            if queued.turn is not None:
+                group.programs.started(queued, engine, now_s)
         group.pool.sent(requests, engine)
         if queues.prompts.mean_s and not engine.info.barrier:
             for queued in requests:
