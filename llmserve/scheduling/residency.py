@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from llmserve.request import Request
 
@@ -79,19 +79,19 @@ class Cache:
         self.blocks.clear()
         self.tokens = 0
 
-    def leading(self, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks are here, from its first on."""
-        cached = self.blocks
-        if not blocks or blocks[0] not in cached:
-            return 0
-        here, gone = 1, len(blocks) + 1
-        while gone - here > 1:
-            middle = (here + gone) // 2
-            if blocks[middle - 1] in cached:
-                here = middle
-            else:
-                gone = middle
-        return here
+
+def leading(blocks: Sequence[int], held: Container[int]) -> int:
+    """How many of a prompt's blocks are held, from its first on. Who holds a block holds all earlier ones."""
+    if not blocks or blocks[0] not in held:
+        return 0
+    here, gone = 1, len(blocks) + 1
+    while gone - here > 1:
+        middle = (here + gone) // 2
+        if blocks[middle - 1] in held:
+            here = middle
+        else:
+            gone = middle
+    return here
 
 
 class Residency:
@@ -118,7 +118,7 @@ class Residency:
     def hit_tokens(self, engine: str, request: Request) -> float:
         """Tokens of the prompt that the engine has in its cache."""
         cache = self._caches.get(engine)
-        return cache.leading(request.blocks) * request.block_tokens if cache is not None else 0.0
+        return leading(request.blocks, cache.blocks) * request.block_tokens if cache is not None else 0.0
 
     def changed(self, engine: str, stored: Sequence[int], removed: Iterable[int], *, cleared: bool) -> None:
         """Note what an engine tells of its cache. cleared : all at first.  stored : of prompts, beginnings first"""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from llmserve.scheduling.residency import leading
+
 
 class Holding:
     """What one program, or one request without a program, has in the ledger.
@@ -54,7 +56,7 @@ class Ledger:
 
     def need(self, holder: int, blocks: Sequence[int], block_tokens: int, more: int) -> int:
         """Tokens that the ledger would grow by if the holder had these instead of what it has."""
-        missing = len(blocks) - self._leading(blocks)
+        missing = len(blocks) - leading(blocks, self._users)
         holding = self._holdings.get(holder)
         return missing * (self._block_tokens if self._users else block_tokens) + more - (holding.more if holding else 0)
 
@@ -124,14 +126,3 @@ class Ledger:
             else:
                 del users[block]
                 self.tokens -= self._block_tokens
-
-    def _leading(self, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks are in the ledger, from its first on."""
-        users, here, gone = self._users, 0, len(blocks) + 1
-        while gone - here > 1:
-            middle = (here + gone) // 2
-            if blocks[middle - 1] in users:
-                here = middle
-            else:
-                gone = middle
-        return here

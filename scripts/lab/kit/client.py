@@ -87,6 +87,23 @@ async def ask(
         return Reply(0, b"".join(chunks), error=type(error).__name__)
 
 
+class FirstToken:
+    """The time of a stream's first token, from its chunks: `on_chunk` of `ask`. The first event only opens the answer.
+
+    due_s : on the clock of perf_counter.  seconds : from then to the first token; 0 before it
+    """
+
+    def __init__(self, due_s: float) -> None:
+        self.seconds = 0.0
+        self._due_s, self._head = due_s, b""
+
+    def __call__(self, chunk: bytes) -> None:
+        if not self.seconds:
+            self._head += chunk
+            if self._head.count(b"data: ") > 1:
+                self.seconds = time.perf_counter() - self._due_s
+
+
 async def at_their_times(at_s: Sequence[float], do: Callable[[int, float], Awaitable[T]]) -> list[T]:
     """Call do(index, due_s) at each of these times, and return the results in the order of at_s.
 

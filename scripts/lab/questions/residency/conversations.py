@@ -120,16 +120,8 @@ async def ask(
     length: dict[str, Any] = {} if tokens is None else {"max_tokens": tokens, "ignore_eos": True}
     options = {"stream": True, "stream_options": {"include_usage": True}}
     body = {"model": client.MODEL, "messages": list(messages), "temperature": 0, **options, **length}
-    head, first_s = b"", 0.0
-
-    def on_chunk(chunk: bytes) -> None:
-        nonlocal head, first_s
-        if not first_s:  # the first event only opens the answer
-            head += chunk
-            if head.count(b"data: ") > 1:
-                first_s = time.perf_counter() - due_s
-
-    reply = await client.ask(session, url, body, on_chunk=on_chunk)
+    first_token = client.FirstToken(due_s)
+    reply = await client.ask(session, url, body, on_chunk=first_token)
     latency_s = time.perf_counter() - due_s
     if reply.status != 200 or reply.error or b"data: [DONE]" not in reply.body:
         raise RuntimeError(f"no answer: {reply.status} {reply.error} {reply.body[-300:]!r}")
@@ -138,7 +130,9 @@ async def ask(
     usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
     details = usage.get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0
-    return Told(first_s, latency_s, "".join(pieces), usage["completion_tokens"], usage["prompt_tokens"], cached)
+    return Told(
+        first_token.seconds, latency_s, "".join(pieces), usage["completion_tokens"], usage["prompt_tokens"], cached
+    )
 
 
 async def converse(session: aiohttp.ClientSession, url: str, conversation: Conversation) -> list[Told]:

@@ -86,16 +86,8 @@ TAIL_BYTES = 1024  # contain the usage event and all later events
 
 async def ask(session: aiohttp.ClientSession, url: str, question: Question, due_s: float) -> Outcome:
     """due_s : due time of the request on the clock of perf_counter, from which all times are counted"""
-    head, first_s = b"", 0.0
-
-    def on_chunk(chunk: bytes) -> None:
-        nonlocal head, first_s
-        if not first_s:  # the first event only opens the answer
-            head += chunk
-            if head.count(b"data: ") > 1:
-                first_s = time.perf_counter() - due_s
-
-    reply = await client.ask(session, url, question.body, question.headers, on_chunk=on_chunk)
+    first_token = client.FirstToken(due_s)
+    reply = await client.ask(session, url, question.body, question.headers, on_chunk=first_token)
     latency_s = time.perf_counter() - due_s
     tail = reply.body[-TAIL_BYTES:]
     usage = USAGE.search(tail)
@@ -106,7 +98,7 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, due_
         failure = "the answer ended too early"
     if failure is not None or usage is None:
         return Outcome(question.arrival_s, math.nan, latency_s, 0, failure)
-    return Outcome(question.arrival_s, latency_s if question.whole else first_s, latency_s, int(usage[1]))
+    return Outcome(question.arrival_s, latency_s if question.whole else first_token.seconds, latency_s, int(usage[1]))
 
 
 def session_of() -> aiohttp.ClientSession:
