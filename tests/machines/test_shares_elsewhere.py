@@ -41,7 +41,7 @@ class Groups:
         engine = EngineInfo("e", SLOTS, barrier=False, models=("",))
         return Clients(scheduler, [engine], lambda tokens: SERVICE_S * tokens / TOKENS, self._started)
 
-    def _started(self, ask: Ask) -> None:
+    def _started(self, ask: Ask, computed: float) -> None:
         self.served[ask.share] += ANSWER_WEIGHT * ask.tokens / ask.weight
 
     def keep_asking(self, group: str, share: str, weight: float = 1.0) -> None:
