@@ -5,6 +5,8 @@ scheduler      scores and lengths of answers and service times by model, for the
 engines        the slots of each, where llmserve finds them out, and its pace by model
 prompt_tokens  tokens for each character of a prompt, by model
 routes         whose each response is that engines keep (calls/origins.py)
+programs       what turns of each kind of program take, and each tool
+secret         key of the hashes of sessions and kinds, which are the same after a restart
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from llmserve.calls.origins import Origins
 from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.forecasts.learned_parts import engines_state, header_part, restore_engines, scheduler_saving
 from llmserve.forecasts.state_file import StateFile
 from llmserve.scheduling.lengths import Learned
+from llmserve.scheduling.programs.programs import NOTHING_LEARNT, LearntPrograms
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.by_model import by_model
 from llmserve.settings.tree import Config
@@ -33,13 +38,15 @@ log = logging.getLogger("llmserve")
 SECRET_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class LearnedState:
     """The parts that learn outside the scheduler, and what the scheduler begins with.
 
     learners    by model; "": of every other model
     predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
     models      `learnt` of the journal's header
+    programs    `programs` of the header
+    secret      as in Calls
     """
 
     config: Config
@@ -49,6 +56,8 @@ class LearnedState:
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
     models: dict[str, Learned] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins)
+    programs: LearntPrograms = NOTHING_LEARNT
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
 
     def saving(self, scheduler: Scheduler) -> Saving:
         """Make the state of everything in slices (predictor/state.py)."""
@@ -60,12 +69,18 @@ class LearnedState:
         prompt_tokens = self.prompt_tokens.state()
         yield
         responses = yield from self.origins.saving()
+        kinds = msgspec.to_builtins(scheduler.group.programs.kinds.learnt(), str_keys=True)
+        yield
+        tools = msgspec.to_builtins(scheduler.group.programs.tools.learnt())
+        yield
         return {
             "learners": learners,
             "scheduler": scheduled,
             "engines": engines_state(self.engines, scheduler),
             "prompt_tokens": prompt_tokens,
             "routes": responses,
+            "programs": {"kinds": kinds, "tools": tools},
+            "secret": self.secret.hex(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -85,6 +100,9 @@ class LearnedState:
         restore_engines(self.engines, part(state, "engines"))
         if "routes" in state:
             self.origins.restore(state["routes"])
+        if "programs" in state:
+            self.programs = msgspec.convert(state["programs"], LearntPrograms, str_keys=True, strict=False)
+            self.secret = bytes.fromhex(part(state, "secret"))
 
 
 def learned_before(

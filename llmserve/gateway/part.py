@@ -76,7 +76,7 @@ class Admitting(Part):
         names = aliases_of(config.engines.alias)
         aliases = server.add(Aliases(names, cluster.fleet.is_up))
         told = server.get(Families).counter("llmserve_program_requests")
-        programs = KnownPrograms(count=lambda source: told.of(source).inc())
+        programs = KnownPrograms(cluster.calls.secret, count=lambda source: told.of(source).inc())
         clients = of_clients(cluster, key_limits, config.limits, aliases if names else None, programs)
         server.add(Admissions(clients, of_gateways(clients, cluster, aliases if names else None)))
         yield

@@ -51,11 +51,17 @@ class Calls:
     on_answered  called with each call that an engine has answered whole, and the tokens of one of its answers
     on_ended     called with each call that has ended
     empty        set while no call is in flight
-    secret       key of the hashes of prompts and of senders
+    secret       key of the hashes of prompts, of senders and of programs
     """
 
     def __init__(
-        self, driver: Driver, fleet: Fleet, forecasts: Forecasts, routes: Routes, estimator: Estimator
+        self,
+        driver: Driver,
+        fleet: Fleet,
+        forecasts: Forecasts,
+        routes: Routes,
+        estimator: Estimator,
+        secret: bytes | None = None,
     ) -> None:
         self.fleet, self.routes, self.forecasts = fleet, routes, forecasts
         self.on_answered: list[Callable[[InFlightCall, float], None]] = []
@@ -66,7 +72,7 @@ class Calls:
         self._scheduler = driver.scheduler
         self._estimator = estimator
         self._charges = Charges(lambda: driver.scheduler.models, driver.now_s)
-        self.secret = secrets.token_bytes(16)
+        self.secret = secret or secrets.token_bytes(16)
         self._in_flight: dict[int, InFlightCall] = {}
         self._last_id, self._closed = 0, False
         self._predicting: set[asyncio.Task[None]] = set()

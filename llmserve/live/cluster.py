@@ -49,6 +49,7 @@ class LiveCluster:
 
     forecasts   of what calls will take; None: only clients predict
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
+    secret      see Calls; None: it is drawn
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class LiveCluster:
         forecasts: Forecasts | None = None,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        secret: bytes | None = None,
     ) -> None:
         self.scheduler, self.fleet, self.journal = scheduler, fleet, journal
         self.forecasts = forecasts or Forecasts()
         self.driver = Driver(scheduler, journal, self._carry_out, clock)
         self.estimator = Estimator(scheduler, fleet, self.driver.now_s)
         self.routes = Routes(fleet)
-        self.calls = Calls(self.driver, fleet, self.forecasts, self.routes, self.estimator)
+        self.calls = Calls(self.driver, fleet, self.forecasts, self.routes, self.estimator, secret)
         self._solving = Solving(solvers, self.driver.step)
         self._revising = RevisionLoop(Revisions(scheduler.requests, self.calls.forecast_again), self.driver.step)
         self._learning = LearningLoop(self.forecasts.learn, self._revising.learnt)

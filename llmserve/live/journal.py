@@ -22,6 +22,7 @@ from llmserve.errors import JournalError
 from llmserve.runtime.private_file import appending
 from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.messages import Action, Event
+from llmserve.scheduling.programs.programs import NOTHING_LEARNT, LearntPrograms
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
@@ -51,6 +52,7 @@ class Header(msgspec.Struct, frozen=True):
     scores   a sample of the scores that bins sort by, for the first edges
     lengths  one equally likely length of each of the same forecasts; () when scores are lengths
     learnt   by model, from before the start, used instead of scores and lengths
+    programs what was learnt of programs before the start
     """
 
     scheduling: SchedulingConfig
@@ -58,10 +60,11 @@ class Header(msgspec.Struct, frozen=True):
     lengths: tuple[float, ...] = ()
     version: int = VERSION
     learnt: dict[str, Learned] = {}
+    programs: LearntPrograms = NOTHING_LEARNT
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler."""
-        return self.scheduling.scheduler(self.scores, self.lengths, learnt=self.learnt)
+        return self.scheduling.scheduler(self.scores, self.lengths, learnt=self.learnt, programs=self.programs)
 
 
 class _Grouped(msgspec.Struct):

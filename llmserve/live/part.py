@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from llmserve.engines.kinds import Servers, engine_name
 from llmserve.engines.part import Connected
 from llmserve.errors import ConfigError
-from llmserve.forecasts.learned_state import learned_before
+from llmserve.forecasts.learned_state import SECRET_BYTES, learned_before
 from llmserve.forecasts.lengths import Forecasts
 from llmserve.forecasts.part import RunningPredictors, forecaster
 from llmserve.forecasts.record import LengthRecord
@@ -84,6 +85,7 @@ class Live(Part):
             config.scheduling.scores(forecasts),
             config.scheduling.likely_lengths(forecasts),
             learnt=learned.models,
+            programs=learned.programs,
         )
         cluster = LiveCluster(
             header.scheduler(),
@@ -102,6 +104,7 @@ class Live(Part):
                 learned.prompt_tokens,
             ),
             solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
+            secret=_secret_of(config.engines) or learned.secret,
         )
         cluster.routes.engines_are_groups = config.engines.engines_are_groups
         cluster.routes.origins = learned.origins
@@ -140,6 +143,13 @@ class Live(Part):
                     fleet.add(engine)
 
         return commit
+
+
+def _secret_of(engines: EngineConfig) -> bytes | None:
+    """The key of hashes that all gateways of the same groups have, so that a session has one id; None: no gateway."""
+    if not engines.engines_are_groups or not engines.engine_api_key:
+        return None
+    return blake2b(engines.engine_api_key.encode(), digest_size=SECRET_BYTES, person=b"hashes").digest()
 
 
 def _changes(old: EngineConfig, new: EngineConfig) -> tuple[set[str], set[str]]:

@@ -30,12 +30,12 @@ class Group:
     wake_at_s   when more could start without an event; None: not before the next event
     """
 
-    def __init__(self, new_queues: Callable[[str, Tally], ModelQueues]) -> None:
+    def __init__(self, new_queues: Callable[[str, Tally], ModelQueues], programs: Programs) -> None:
         self.queues: dict[str, ModelQueues] = {}
         self.tally = Tally()
         self.present = 0
         self.pool = EnginePool()
-        self.programs = Programs()
+        self.programs = programs
         self.rate = CompletionRate()
         self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []

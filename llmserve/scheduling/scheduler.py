@@ -46,6 +46,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
     Tuned,
 )
+from llmserve.scheduling.programs.programs import Programs
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import FormedBatch, Run
 from llmserve.scheduling.request_book import RequestBook
@@ -60,6 +61,7 @@ class Scheduler:
     new_queues  makes a model's queues
     dispatch    starts batches on engines, by an order
     circuit     makes a circuit breaker for a new engine
+    programs    what is known of programs; None: nothing yet
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class Scheduler:
         dispatch: Dispatch,
         circuit: Callable[[], Circuit],
         limits: Limits,
+        programs: Programs | None = None,
     ) -> None:
-        self.group = Group(new_queues)
+        self.group = Group(new_queues, programs or Programs())
         self.wake_at_s: float | None = None
         self.preempts = dispatch.order.preempts
         self._dispatch = dispatch

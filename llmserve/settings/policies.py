@@ -23,6 +23,7 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.lengths import Learned, SeenLengths
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.planner import Planner
+from llmserve.scheduling.programs.programs import NOTHING_LEARNT, LearntPrograms, Programs
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue
 from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
@@ -324,6 +325,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         order: Order | None = None,
         release: Callable[[Arrivals], Release] | None = None,
         learnt: Mapping[str, Learned] = MappingProxyType({}),
+        programs: LearntPrograms = NOTHING_LEARNT,
     ) -> Scheduler:
         """Create a scheduler from a resolved configuration.
 
@@ -331,6 +333,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         lengths         one likely length for each of the same forecasts; () when the scores are lengths
         order, release  used instead of the named ones; `release` is called for each model, with its arrivals
         learnt          by model, used instead of scores and lengths where it has some
+        programs        what was learnt of programs before the start
 
         Raises ValueError when `edges` does not fit `bins`.
         """
@@ -350,6 +353,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             limits=Limits(self.queue_requests_max, self.retries_max, self.engine_wait_s, self.line_stops),
+            programs=Programs(learnt=programs),
         )
 
     def _dispatch(self, order: Order) -> Dispatch:

@@ -81,9 +81,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="folder that keeps what the server has learnt for the next start. It is written every minute "
-            "and at the end, and holds lengths under hashes of prompts, sums from the predictor, and which key has "
-            "asked for which response of /v1/responses, but no text of a prompt or an answer (default: nothing is "
-            "kept)",
+            "and at the end, and holds lengths under hashes of prompts, sums from the predictor, names and times of "
+            "tools, and which key has asked for which response of /v1/responses, but no text of a prompt or an answer "
+            "(default: nothing is kept)",
             extra={"metavar": "DIR"},
         ),
     ] = None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from front import StartFront
+from front import StartFront, until
 from gateway.agent_turns import Turn
 from gateway.claude_conversation import CLAUDE
 from gateway.codex_conversation import CODEX
 from gateway.test_agents import playing
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.live.journal import replay
+from llmserve.live.journal import read, replay
 from llmserve.observe.scrape import Scrape
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
+from llmserve.server.serving import serving
+from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -82,3 +86,55 @@ async def test_what_an_engine_keeps_for_programs_is_in_the_metrics_once_programs
         async with front.post(messages=messages, max_tokens=2, headers={"x-llmserve-session": "s"}) as response:
             assert response.status == 200
         assert await scraped() == [[0.0], [0.0]]
+
+
+async def test_what_is_learnt_of_programs_and_the_ids_of_sessions_outlive_a_restart(tmp_path: Path) -> None:
+    """The agent has two sessions; the second one goes on after the restart."""
+    server = ServerConfig(port=0, state=str(tmp_path / "kept"), journal=str(tmp_path / "journal"))
+    asked = [turn for turn in CODEX if b'"tools"' in turn.asked]
+    told: list[list[str]] = []
+    async with playing(asked * 3) as (url, _):
+        config = Config(
+            server=server, engines=EngineConfig(engine=(url,), slots=8), live=LiveConfig(probe_every_s=0.05)
+        )
+        for sessions in (("a", "b"), ("b",)):
+            async with serving(config) as (cluster, front), aiohttp.ClientSession() as client:
+                await until(lambda cluster=cluster: all(cluster.engines_ready.values()))
+                for session in sessions:
+                    told.append([])
+                    for turn in asked:
+                        headers = {"session_id": session}
+                        async with client.post(front + turn.path, data=turn.asked, headers=headers) as response:
+                            await response.read()
+                            told[-1].append(response.headers["x-llmserve-program"])
+                learnt = cluster.scheduler.group.programs
+    header, steps = read(tmp_path / "journal")
+    assert replay(header, steps) == steps
+    before = header.programs
+    (kind,) = before.kinds.kinds
+    assert {step.event.request.kind for step in steps if isinstance(step.event, RequestArrived)} == {kind}
+    assert [tools for tools, _ in before.tools] == [("shell", "apply_patch", "local_shell", "update_plan")]
+    assert [len(seconds) for _, seconds in before.tools] == [1]
+    assert learnt.tools.learnt() == before.tools
+    assert told[0] != told[1] == told[2]
+
+
+async def test_gateways_of_the_same_groups_give_a_session_one_id(start_front: StartFront, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("gateways: sk-gateways\n")
+    (tmp_path / "key").chmod(0o600)
+    async with FakeEngine(step_s=0.001) as engine:
+        group = await start_front(engine, server=ServerConfig(port=0, gateway_key_file=str(tmp_path / "key")))
+        gateways = [
+            await start_front(
+                engines=EngineConfig(engine=(group.url,), engines_are_groups=True, engine_api_key="sk-gateways")
+            )
+            for _ in range(2)
+        ]
+        programs = []
+        for gateway in gateways:
+            async with gateway.post(headers={"x-llmserve-session": "s"}, tools=[]) as response:
+                assert response.status == 200
+                programs.append(response.headers["x-llmserve-program"])
+    arrived = [step.event.request for step in group.cluster.journal.steps if isinstance(step.event, RequestArrived)]
+    assert [f"{request.program:012x}" for request in arrived] == programs
+    assert len(set(programs)) == 1

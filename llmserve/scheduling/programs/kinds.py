@@ -9,10 +9,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec
+
 KINDS_MAX = 4096  # kinds that are remembered, the last used
 BUCKETS = 16
 SHRINK = 4.0  # turns: the weight of all kinds in the means of one
 MEMORY = 512  # observations after which the weight of an earlier one has fallen to a third
+KEPT_MAX = 64  # kinds that outlive a restart, the last used
+
+Weighed = tuple[float, float]
+"""The sum of a mean's observations, and their weight."""
+
+
+class LearntKind(msgspec.Struct, frozen=True):
+    """What was learnt of one kind, or of all together. remaining : by bucket"""
+
+    remaining: tuple[Weighed, ...] = ()
+    growth: Weighed = (0.0, 0.0)
+    answer: Weighed = (0.0, 0.0)
+
+
+NEW = LearntKind()
+
+
+class LearntKinds(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was learnt of kinds before the start. kinds : by kind, the last used is last"""
+
+    every: LearntKind = NEW
+    kinds: dict[int, LearntKind] = {}
+
+
+NOTHING = LearntKinds()
 
 
 class _Mean:
@@ -20,8 +47,11 @@ class _Mean:
 
     __slots__ = ("sum", "weight")
 
-    def __init__(self) -> None:
-        self.sum = self.weight = 0.0
+    def __init__(self, learnt: Weighed = (0.0, 0.0)) -> None:
+        self.sum, self.weight = learnt
+
+    def learnt(self) -> Weighed:
+        return self.sum, self.weight
 
     def observe(self, value: float, times: float = 1.0) -> None:
         keep = 1.0 - times / MEMORY if times < MEMORY else 0.0
@@ -39,9 +69,15 @@ class _Mean:
 class _Kind:
     __slots__ = ("answer", "growth", "remaining")
 
-    def __init__(self) -> None:
-        self.remaining = [_Mean() for _ in range(BUCKETS)]
-        self.growth, self.answer = _Mean(), _Mean()
+    def __init__(self, learnt: LearntKind = NEW) -> None:
+        before = learnt.remaining[:BUCKETS]
+        self.remaining = [*map(_Mean, before), *[_Mean() for _ in range(BUCKETS - len(before))]]
+        self.growth, self.answer = _Mean(learnt.growth), _Mean(learnt.answer)
+
+    def learnt(self) -> LearntKind:
+        buckets = max([place for place, mean in enumerate(self.remaining, 1) if mean.weight], default=0)
+        remaining = tuple([mean.learnt() for mean in self.remaining[:buckets]])
+        return LearntKind(remaining, self.growth.learnt(), self.answer.learnt())
 
 
 class Further:
@@ -58,11 +94,17 @@ class Further:
 
 
 class Kinds:
-    """All kinds of programs."""
+    """All kinds of programs. learnt : before the start"""
 
-    def __init__(self) -> None:
-        self._all = _Kind()
-        self._kinds: OrderedDict[int, _Kind] = OrderedDict()
+    def __init__(self, learnt: LearntKinds = NOTHING) -> None:
+        self._all = _Kind(learnt.every)
+        self._kinds = OrderedDict([(kind, _Kind(own)) for kind, own in learnt.kinds.items()])
+
+    def learnt(self) -> LearntKinds:
+        """What was learnt so far, of the kinds that were used last."""
+        return LearntKinds(
+            self._all.learnt(), {kind: own.learnt() for kind, own in list(self._kinds.items())[-KEPT_MAX:]}
+        )
 
     def further(self, kind: int, step: int) -> Further:
         """What remains of a turn of the kind after its step. step : 1, 2, ..."""

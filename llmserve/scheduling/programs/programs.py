@@ -27,11 +27,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from llmserve.request import Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.programs.kinds import Kinds
+from llmserve.scheduling.programs.kinds import NOTHING, Kinds, LearntKinds
 from llmserve.scheduling.programs.ledger import Ledger
-from llmserve.scheduling.programs.tools import Tools
+from llmserve.scheduling.programs.tools import LearntTool, Tools
 from llmserve.scheduling.programs.turn import PATIENCE, Pace, Program, Turn
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.work import PromptTime, Work
@@ -53,16 +55,34 @@ class Times(Protocol):
     def work(self, tokens: float, prompt_tokens: float, /) -> Work: ...
 
 
+class LearntPrograms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was learnt of kinds of programs and of tools before the scheduler's start."""
+
+    kinds: LearntKinds = NOTHING
+    tools: tuple[LearntTool, ...] = ()
+
+
+NOTHING_LEARNT = LearntPrograms()
+
+
 class Programs:
     """All programs of a scheduler.
 
-    tools     how long they take
+    tools     how long they take; None: as learnt
     patience  see the module
     room      share of an engine's cache that is filled
+    learnt    before the start
     """
 
-    def __init__(self, tools: Tools | None = None, *, patience: float = PATIENCE, room: float = ROOM) -> None:
-        self.kinds, self.tools = Kinds(), tools or Tools()
+    def __init__(
+        self,
+        tools: Tools | None = None,
+        *,
+        patience: float = PATIENCE,
+        room: float = ROOM,
+        learnt: LearntPrograms = NOTHING_LEARNT,
+    ) -> None:
+        self.kinds, self.tools = Kinds(learnt.kinds), tools or Tools(learnt.tools)
         self._patience, self._room = patience, room
         self.active_until_s = -math.inf
         self._sort_s = -math.inf

@@ -12,6 +12,7 @@ size:
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,21 +23,29 @@ CALLS_LEAST = 8  # before so many a tool's time is unknown
 UNKNOWN_S = 2.0
 TOOLS_MAX = 1024  # tools that are remembered, the last used
 REFRESH = 16  # calls after which the time is computed again
+KEPT_MAX = 64  # tools that outlive a restart, the last used
+
+LearntTool = tuple[tuple[str, ...], tuple[float, ...]]
+"""The names of tools that are called at once, and the seconds that their last calls took."""
 
 
 class _Tool:
     __slots__ = ("keep_s", "new", "seconds", "worth_s")
 
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=CALLS_KEPT)
+    def __init__(self, seconds: Iterable[float] = ()) -> None:
+        self.seconds: deque[float] = deque(seconds, maxlen=CALLS_KEPT)
         self.keep_s, self.worth_s, self.new = UNKNOWN_S, 0.0, 0
 
 
 class Tools:
-    """All tools, by name; several that are called at once are one tool."""
+    """All tools, by name; several that are called at once are one tool. learnt : before the start"""
 
-    def __init__(self) -> None:
-        self._tools: OrderedDict[tuple[str, ...], _Tool] = OrderedDict()
+    def __init__(self, learnt: Sequence[LearntTool] = ()) -> None:
+        self._tools = OrderedDict([(tools, _Tool(seconds)) for tools, seconds in learnt])
+
+    def learnt(self) -> tuple[LearntTool, ...]:
+        """What was learnt so far, of the tools that were called last."""
+        return tuple([(tools, tuple(tool.seconds)) for tools, tool in list(self._tools.items())[-KEPT_MAX:]])
 
     def returned(self, tools: tuple[str, ...], seconds: float) -> None:
         """Learn that the results of a call have come after so many seconds."""
