@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import ServedModel
@@ -21,6 +23,23 @@ WHOLE = 1.5 * 2.0**52
 """A float of less than 2**51, plus and less this, is a whole number, rounded as by `round`."""
 Taught = Literal["nothing", "templates", "words"]
 """What an answer teaches, to save time: nothing, its templates, or its templates and its words."""
+
+
+class Made(msgspec.Struct, frozen=True, gc=False):
+    """The forecast of an answer as it was made, within the limits of client and model.
+
+    median, lengths  output tokens; the equally likely lengths ascend. (None, ()) without a prediction. A client's own
+                     prediction is a median without lengths
+    source           what knew the lengths, such as "learner"; "client": the client itself; "none": nothing is known;
+                     "": there is no answer to forecast
+    own              the forecaster's own object, which goes back to the forecaster with the real length; None: it made
+                     no forecast
+    """
+
+    median: float | None
+    lengths: tuple[float, ...] = ()
+    source: str = ""
+    own: Any = None
 
 
 class LengthForecast(Protocol):
@@ -61,6 +80,9 @@ class RevisingForecaster(LengthForecaster, Protocol):
     def revise(self, forecast: Any, *, least: float | None, most: float | None) -> Any: ...
 
 
+NO_ANSWER, UNKNOWN = Made(PROMPT_TOKENS), Made(None, (), "none")
+
+
 class Forecasts:
     """The forecaster of answers, which learns from the real lengths, and the sizes of prompts.
 
@@ -90,49 +112,29 @@ class Forecasts:
         """Number of forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
-    def predict_now(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
-        """(median, equally likely lengths) of the answer, output tokens, within the limits of client and model.
-
-        (None, ()) without a prediction. A client's own prediction is a median without lengths. None: the trained
-        predictor has to be asked, by `predict`.
-        """
-        call = in_flight.call
-        if not call.bounds.choices:
-            return PROMPT_TOKENS, ()
+    def made_now(self, call: Call, model: ServedModel | None) -> Made | None:
+        """The forecast of the answer to a call; None: the trained predictor has to be asked, by `made`."""
+        bounds = call.bounds
+        if not bounds.choices:
+            return NO_ANSWER
         most = _most(call, model)
         if call.terms.predicted_tokens is not None:
-            self.sources["client"] += 1
-            return min(call.terms.predicted_tokens, math.inf if most is None else most), ()
+            return Made(min(call.terms.predicted_tokens, math.inf if most is None else most), (), "client")
         if self._forecaster is None:
-            self.sources["none"] += 1
-            return None, ()
-        forecast = self._forecaster.forecast_now(call.prompt, least=call.bounds.output_tokens_min, most=most)
-        return self._kept(in_flight, forecast) if forecast is not None else None
+            return UNKNOWN
+        forecast = self._forecaster.forecast_now(call.prompt, least=bounds.output_tokens_min, most=most)
+        return None if forecast is None else _made(forecast)
 
-    async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
-        """The forecast, as of `predict_now`, of the trained predictor."""
-        assert self._forecaster is not None, "predict_now has nothing to wait for"
-        call, most = in_flight.call, _most(in_flight.call, model)
-        forecast = await self._forecaster.forecast(call.prompt, least=call.bounds.output_tokens_min, most=most)
-        return self._kept(in_flight, forecast)
-
-    def _kept(self, in_flight: InFlightCall, forecast: LengthForecast) -> Forecast:
-        in_flight.forecast = forecast
-        self.sources[forecast.source or "none"] += 1
-        return _rounded(forecast)
+    async def made(self, call: Call, model: ServedModel | None) -> Made:
+        """The forecast of the trained predictor, where `made_now` has none."""
+        assert self._forecaster is not None, "made_now has nothing to wait for"
+        least, most = call.bounds.output_tokens_min, _most(call, model)
+        return _made(await self._forecaster.forecast(call.prompt, least=least, most=most))
 
     async def expected(self, call: Call, model: ServedModel | None) -> float | None:
         """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""
-        most = _most(call, model)
-        if not call.bounds.choices or self._forecaster is None:
-            return None if call.bounds.choices else 0.0
-        limits = {"least": call.bounds.output_tokens_min, "most": most}
-        forecast: LengthForecast | None = self._forecaster.forecast_now(call.prompt, **limits)
-        if forecast is None:
-            forecast = await self._forecaster.forecast(call.prompt, **limits)
-        assert forecast is not None, "a forecaster that is asked has a forecast"
-        lengths = forecast.lengths
-        return sum(lengths) / len(lengths) if lengths else forecast.median
+        made = self.made_now(call, model) or await self.made(call, model)
+        return sum(made.lengths) / len(made.lengths) if made.lengths else made.median
 
     def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
         """As `predict`, by what was learnt since; None: the forecast stays, and a client's own always does."""
@@ -182,6 +184,10 @@ def _most(call: Call, model: ServedModel | None) -> float | None:
         return most
     room = max(1, context - max(0, call.bounds.context_min - 1))  # beside the prompt
     return room if most is None else min(most, room)
+
+
+def _made(forecast: LengthForecast) -> Made:
+    return Made(*_rounded(forecast), forecast.source or "none", forecast)
 
 
 def _rounded(forecast: LengthForecast) -> Forecast:

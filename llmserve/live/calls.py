@@ -21,7 +21,7 @@ from llmserve.calls.prompt_size import sender_hash
 from llmserve.engines.engine import ServedModel
 from llmserve.errors import RequestError, model_not_found
 from llmserve.estimates.estimator import Estimator
-from llmserve.forecasts.lengths import Forecasts
+from llmserve.forecasts.lengths import Forecasts, Made
 from llmserve.forecasts.revisions import Forecast
 from llmserve.live.driver import Driver
 from llmserve.live.fleet import Fleet
@@ -97,11 +97,11 @@ class Calls:
             in_flight.fail(error_of("draining", None))
             return in_flight
         in_flight.arrived_at_s = self.now_s()
-        forecast = self.forecasts.predict_now(in_flight, self._model_of(call))
+        made = self.forecasts.made_now(call, self._model_of(call))
         self._in_flight[self._last_id] = in_flight
         self.empty.clear()
-        if forecast is not None:
-            self._arrive(in_flight, forecast)
+        if made is not None:
+            self._arrive(in_flight, made)
         else:
             predicting = asyncio.create_task(self._predict(in_flight))
             self._predicting.add(predicting)
@@ -110,7 +110,7 @@ class Calls:
 
     async def _predict(self, in_flight: InFlightCall) -> None:
         try:
-            forecast = await self.forecasts.predict(in_flight, self._model_of(in_flight.call))
+            made = await self.forecasts.made(in_flight.call, self._model_of(in_flight.call))
         except Exception:
             log.exception("a length was not predicted", extra=about(in_flight))
             in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
@@ -119,16 +119,16 @@ class Calls:
         if in_flight.delivery.over:  # the client left during the prediction, or the server closes
             self._forget(in_flight)
         else:
-            self._arrive(in_flight, forecast)
+            self._arrive(in_flight, made)
 
     def _model_of(self, call: Call) -> ServedModel | None:
         return self.fleet.models.get(call.model)
 
-    def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
-        call = in_flight.call
-        prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
-        queue = call.route_queue or self.fleet.queue_of(call.terms.stream_name, call.model)
-        in_flight.request = request_of(in_flight, forecast, prompt_tokens, queue, self.secret)
+    def _arrive(self, in_flight: InFlightCall, made: Made) -> None:
+        in_flight.forecast = made.own
+        if made.source:
+            self.forecasts.sources[made.source] += 1
+        in_flight.request = self.request_of(in_flight.call, made, in_flight.request.id, in_flight.arrived_at_s)
         if in_flight.charge is None:
             self._driver.step(RequestArrived(in_flight.request))
         else:
@@ -140,6 +140,34 @@ class Calls:
             self._forget(in_flight)
         else:
             self._driver.step(RequestArrived(in_flight.request))
+
+    def request_of(self, call: Call, made: Made, request_id: int, arrived_at_s: float) -> Request:
+        """What the scheduler knows of a call."""
+        terms, deadline_s = call.terms, call.deadline_s
+        if deadline_s is None and terms.slo_s is not None:
+            deadline_s = arrived_at_s + terms.slo_s
+        prompt_tokens = round(self.forecasts.prompt_tokens.estimate(call), 1)
+        return Request(
+            request_id,
+            made.median,
+            deadline_s,
+            made.lengths,
+            prompt_tokens,
+            call.bounds.choices,
+            call.blocks,
+            round(prompt_tokens * call.block_share, 2) if call.blocks else NO_BLOCKS,
+            call.route_queue or self.fleet.queue_of(terms.stream_name, call.model),
+            terms.stream_name,
+            sender_hash(call, self.secret),
+            terms.share,
+            EVEN if terms.weight == EVEN else terms.weight,  # a journal leaves out this very object, not its equals
+            terms.background,
+            LAST if terms.after_tokens == LAST else terms.after_tokens,
+            terms.program,
+            terms.parent,
+            terms.kind,
+            terms.step,
+        )
 
     def forecast_again(self, request_id: int) -> Forecast | None:
         """A waiting request's forecast by what was learnt since its arrival; None: its forecast stays."""
@@ -313,35 +341,3 @@ def line_now(call: Call, request: Request, now_s: float) -> Call:
     slo_s = None if request.deadline_s is None else request.deadline_s - now_s
     terms = msgspec.structs.replace(call.terms, slo_s=slo_s, background=request.background)
     return msgspec.structs.replace(call, terms=terms)
-
-
-def request_of(in_flight: InFlightCall, forecast: Forecast, prompt_tokens: float, queue: str, secret: bytes) -> Request:
-    """What the scheduler knows of a call.
-
-    queue : where it waits.  secret : key of the sender's hash
-    """
-    call, (predicted, quantiles) = in_flight.call, forecast
-    terms, deadline_s = call.terms, call.deadline_s
-    if deadline_s is None and terms.slo_s is not None:
-        deadline_s = in_flight.arrived_at_s + terms.slo_s
-    return Request(
-        in_flight.request.id,
-        predicted,
-        deadline_s,
-        quantiles,
-        prompt_tokens,
-        call.bounds.choices,
-        call.blocks,
-        round(prompt_tokens * call.block_share, 2) if call.blocks else NO_BLOCKS,
-        queue,
-        terms.stream_name,
-        sender_hash(call, secret),
-        terms.share,
-        EVEN if terms.weight == EVEN else terms.weight,  # a journal leaves out this very object, not its equals
-        terms.background,
-        LAST if terms.after_tokens == LAST else terms.after_tokens,
-        terms.program,
-        terms.parent,
-        terms.kind,
-        terms.step,
-    )

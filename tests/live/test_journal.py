@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from papers.shepherd.worker import SimulatedWorker
-from reader import Reader
 
 from bins.profile import StepTimes
-from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import JournalError
+from llmserve.forecasts.lengths import Made
 from llmserve.live import journal
-from llmserve.live.calls import request_of
+from llmserve.live.cluster import LiveCluster
+from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Header, Journal, Step
 from llmserve.request import Call, EngineInfo, Request, Wire
 from llmserve.scheduling.lengths import Learned
@@ -237,8 +237,9 @@ def test_a_file_that_cannot_be_opened_is_an_error() -> None:
 
 async def test_a_default_weight_stays_out_of_a_journal_whoever_has_told_it() -> None:
     terms = forwarded_terms('{"weight":1.0,"after_tokens":0.0}')
-    in_flight = InFlightCall(Call(Wire("/v1/chat/completions", b""), Prompt("hello"), terms=terms), 1, Reader())
-    request = request_of(in_flight, (5.0, ()), 2.0, "", b"")
+    calls = LiveCluster(HEADER.scheduler(), Fleet([]), Journal(HEADER)).calls
+    call = Call(Wire("/v1/chat/completions", b""), Prompt("hello"), terms=terms)
+    request = calls.request_of(call, Made(5.0), 1, 0.0)
     assert msgspec.json.decode(msgspec.json.encode(request)).keys() == {
         "id",
         "predicted_tokens",
