@@ -10,6 +10,7 @@ from typing import Protocol
 from predictor.online import Forecast, OnlineLearner, bounded
 from predictor.prediction import Prediction
 from predictor.prompt import Prompt
+from predictor.text_learner import History
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class Forecaster:
         """The forecast of the same answer by what was learnt since. least, most : as in `forecast`"""
         later = self.learner.revise(forecast)
         return _bounded(later, least, most)
+
+    def history(self, forecast: Forecast) -> History | None:
+        """The answers to the sender of a forecast's prompt; None: none is known."""
+        return self.learner.history(forecast)
 
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False, words: bool = True) -> None:
         """Learn the length of the answer. capped : the answer was cut at its max_tokens.  words : see OnlineLearner"""
@@ -105,6 +110,9 @@ class ForecasterByModel:
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         return self._of(forecast.model).revise(forecast, least=least, most=most)
+
+    def history(self, forecast: Forecast) -> History | None:
+        return self._of(forecast.model).history(forecast)
 
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False, words: bool = True) -> None:
         self._of(forecast.model).observe(forecast, output_tokens, capped=capped, words=words)

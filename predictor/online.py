@@ -24,7 +24,7 @@ from predictor.quantiles import LENGTH_MAX, LEVELS, MIDDLE, ascending, at_levels
 from predictor.recalibration import Recalibration, width
 from predictor.state import Saving, State, part, whole
 from predictor.text_features import Features
-from predictor.text_learner import TextForecast, TextLearner
+from predictor.text_learner import History, TextForecast, TextLearner
 
 READINGS_MAX = 64
 """Prompts whose features and keys are kept for the same prompt; then all are forgotten."""
@@ -128,6 +128,11 @@ class OnlineLearner:
                 self._readings.clear()
             self._readings[prompt] = shared, features, chain
         return features, chain
+
+    def history(self, forecast: Forecast) -> History | None:
+        """The answers to the sender of a forecast's prompt; None: none is known."""
+        text = forecast._trace.text
+        return self._text.history(text.features) if self._text is not None and text is not None else None
 
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.

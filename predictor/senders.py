@@ -37,6 +37,21 @@ class Sender:
     def counts(self) -> bool:
         return self.weight >= COUNTED
 
+    @property
+    def answers(self) -> int:
+        return self._count
+
+    @property
+    def mean(self) -> float:
+        """Of the lengths, on the scale of `learn`."""
+        return self._moments[0]
+
+    @property
+    def correlation(self) -> float:
+        """Of the lengths with their forecasts; 0 where either is constant."""
+        product = self._moments[2] * self._moments[3]
+        return self._moments[4] / math.sqrt(product) if product > 0 else 0.0
+
     def learn(self, actual: float, forecast: float, place: int) -> None:
         """actual, forecast : on any one scale.  place : number of answers of all senders before this one."""
         self._share = self._share * (1 - _SHARE_RATE) ** (place - self._place) + _SHARE_RATE
@@ -57,10 +72,8 @@ class Sender:
     def _weight(self, share: float) -> float:
         if share > _ALONE or (share < _LARGE and self._count < _JUDGED):
             return 1.0
-        product = self._moments[2] * self._moments[3]
-        correlation = self._moments[4] / math.sqrt(product) if product > 0 else 0.0
         by_chance = BEYOND_CHANCE / math.sqrt(min(self._count, 2 / _CORRELATION_RATE))
-        return min(max((correlation - by_chance) / _CORRELATED, _WEIGHT_MIN), 1.0)
+        return min(max((self.correlation - by_chance) / _CORRELATED, _WEIGHT_MIN), 1.0)
 
     def numbers(self) -> tuple[float, ...]:
         """(NUMBERS,)"""

@@ -14,6 +14,7 @@ Pure: no clock, no I/O, no randomness. Not thread-safe.
 """
 
 import math
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,6 +64,18 @@ class TextForecast(msgspec.Struct, frozen=True):
     taught: int
 
 
+class History(NamedTuple):
+    """The answers to one sender.
+
+    tokens : a typical length.  correlation : of lengths and forecasts.  weight : of each answer in what is learnt
+    """
+
+    answers: int
+    tokens: float
+    correlation: float
+    weight: float
+
+
 class TextLearner:
     """Learns from answers to texts.
 
@@ -89,6 +102,14 @@ class TextLearner:
         """Whether the answers of the prompt's sender count; False: they may be nonsense."""
         sender = self._senders.get(features.sender)
         return sender is None or sender.counts
+
+    def history(self, features: Features) -> History | None:
+        """The answers to the prompt's sender; None: there were none yet."""
+        sender = self._senders.get(features.sender)
+        if sender is None or not sender.answers:
+            return None
+        tokens = min(max(math.exp(sender.mean) - SOFT, 1.0), LENGTH_MAX)
+        return History(sender.answers, tokens, sender.correlation, sender.weight)
 
     def forecast(self, model: str, features: Features, predicted: float | None, encoded: bytes = b"") -> TextForecast:
         """predicted : the median of a trained predictor for the prompt, the logarithm of tokens.

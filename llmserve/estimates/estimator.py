@@ -25,6 +25,7 @@ from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.rates import ServiceTime
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.work import Work
 
 KEPT_S = 1.0
 
@@ -153,6 +154,15 @@ class Estimator:
             return left_s
         start_s = self.start_s(call)
         return None if start_s is None else start_s + self._work_s(call)
+
+    def work(self, request: Request, cached_tokens: float) -> Work | None:
+        """Seconds of a slot that a request takes which does not come; None: its model has not answered yet."""
+        queues = self._scheduler.models.get(request.model)
+        if queues is None or not queues.service.answers:
+            return None
+        expected = request.expected_tokens if request.choices else 0.0
+        tokens = queues.service.tokens_mean if expected is None else expected
+        return queues.work(tokens, request.prompt_tokens, cached_tokens)
 
     def tokens_per_s(self, line: Request) -> float:
         """Tokens a second that the share of a batch job's line would get if each share that waits now went on waiting;

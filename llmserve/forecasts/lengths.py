@@ -12,6 +12,7 @@ import msgspec
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.calls.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import ServedModel
+from llmserve.forecasts.call_forecast import SenderHistory
 from llmserve.forecasts.record import LengthRecord
 from llmserve.forecasts.revisions import Forecast
 from llmserve.request import Call
@@ -83,6 +84,13 @@ class RevisingForecaster(LengthForecaster, Protocol):
 NO_ANSWER, UNKNOWN = Made(PROMPT_TOKENS), Made(None, (), "none")
 
 
+@runtime_checkable
+class RememberingForecaster(LengthForecaster, Protocol):
+    """A forecaster that knows the senders of prompts by their earlier answers."""
+
+    def history(self, forecast: Any) -> Any: ...
+
+
 class Forecasts:
     """The forecaster of answers, which learns from the real lengths, and the sizes of prompts.
 
@@ -102,6 +110,7 @@ class Forecasts:
     ) -> None:
         self._forecaster = forecaster
         self._reviser = forecaster if isinstance(forecaster, RevisingForecaster) else None
+        self._rememberer = forecaster if isinstance(forecaster, RememberingForecaster) else None
         self._record = record
         self.prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self.sources: Counter[str] = Counter()
@@ -135,6 +144,11 @@ class Forecasts:
         """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""
         made = self.made_now(call, model) or await self.made(call, model)
         return sum(made.lengths) / len(made.lengths) if made.lengths else made.median
+
+    def history(self, made: Made) -> SenderHistory | None:
+        """What is known of the answers to the sender of the call; None: nothing."""
+        known = self._rememberer.history(made.own) if self._rememberer is not None and made.own is not None else None
+        return None if known is None else SenderHistory(*known)
 
     def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
         """As `predict`, by what was learnt since; None: the forecast stays, and a client's own always does."""

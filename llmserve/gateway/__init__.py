@@ -10,6 +10,8 @@ content_coding : bodies that clients have packed
 draft          : a call while the stages of its admission decide about it
 endpoints      : the endpoints that are passed to engines
 fitting        : refuses requests that no engine can ever serve, by what is certain before they run
+forecasting    : what a call would take, asked by its body
+intake         : the way of a request through the stages of its admission
 keep_alive     : what a stream says before the engine does
 parse          : reads a client's request into a draft
 part           : where the server listens, and how requests for engines are admitted

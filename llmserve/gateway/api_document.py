@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from llmserve.forecasts.call_forecast import CallForecast
 from llmserve.gateway.endpoints import ENDPOINTS, FormFile
 
 
@@ -19,6 +20,23 @@ def json_body(kind: type) -> dict[str, Any]:
 def engine_paths(paths: Iterable[str]) -> dict[str, Any]:
     """These paths of engines, with what this server knows of each: the engines say the rest."""
     return {path: {"post": _of_engine(path)} for path in paths}
+
+
+def forecast_path(path: str) -> dict[str, Any]:
+    """The path that answers with forecasts, which takes the body of any endpoint of engines."""
+    endpoint = {"name": "endpoint", "in": "query", "schema": {"type": "string", "enum": list(ENDPOINTS)}}
+    (schema,), kinds = msgspec.json.schema_components((CallForecast,), ref_template="{name}")
+    answer = {"application/json": {"schema": _inlined(schema, kinds)}}
+    operation = {
+        "tags": ["forecasts"],
+        "summary": "What a call would take",
+        "description": "Takes the body of any endpoint of engines; no engine gets it.",
+        "parameters": [{**endpoint, "description": "of which the body is; without it the body's fields say so"}],
+        "requestBody": _body("application/json", {"type": "object"}),
+        "responses": {"200": {"description": "The forecast", "content": answer}},
+        "security": [{"client key": []}],
+    }
+    return {path: {"post": operation}}
 
 
 def _of_engine(path: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ from llmserve.errors import RequestError
 from llmserve.estimates.estimator import Estimator
 from llmserve.gateway.answers import error_parts
 from llmserve.gateway.draft import Draft
-from llmserve.gateway.endpoints import Endpoint
+from llmserve.gateway.intake import Intake
 from llmserve.gateway.keep_alive import EVENT_STREAM, comment_of, counts_events
-from llmserve.gateway.stages import Admission, is_large
+from llmserve.gateway.stages import Admission
 from llmserve.http.exchange import CONTROL
 from llmserve.programs.sources import PROGRAM_HEADER
 from llmserve.request import Call
@@ -46,7 +45,7 @@ BeginTrace = Callable[[Call, ClientExchange], Trace | None]
 """Begins to trace a request; None: this one is not traced."""
 
 
-class Completions:
+class Completions(Intake):
     """Admits and queues the requests for engines.
 
     clients   the stages of clients' requests
@@ -60,52 +59,15 @@ class Completions:
         gateways: Admission,
         begin_trace: BeginTrace | None = None,
     ) -> None:
+        super().__init__(clients)
         self._cluster = cluster
-        self._clients, self._gateways = clients, gateways
+        self._gateways = gateways
         self._begin_trace = begin_trace
-        self._reading: set[asyncio.Task[None]] = set()  # large bodies
 
-    def admit(self, exchange: ClientExchange, endpoint: Endpoint) -> None:
-        """Take a request whose head has arrived through the stages that need no body. Raises RequestError."""
-        draft = Draft(endpoint, exchange.headers)
-        try:
-            self._clients.enter(draft)
-        finally:
-            if draft.account is not None:
-                exchange.on_end = draft.account.release
-                exchange.holder = exchange.state.key = draft.key
-        exchange.state.draft = draft
-
-    def complete(self, exchange: ClientExchange) -> None:
-        """Take a complete request through the other stages, and queue it."""
-        draft: Draft = exchange.state.draft
-        exchange.state.draft = None
-        draft.body = exchange.body
-        if self._clients.by_address:
-            draft.address = exchange.address
-        if is_large(draft.body):
-            reading = asyncio.get_running_loop().create_task(self._complete_large(draft, exchange))
-            self._reading.add(reading)
-            reading.add_done_callback(self._reading.discard)
-            return
-        try:
-            self._clients.read(draft)
-            self._submit(draft, exchange)
-        except Exception as error:
-            exchange.refuse(error)
-
-    async def _complete_large(self, draft: Draft, exchange: ClientExchange) -> None:
-        try:
-            await self._clients.read_in_thread(draft)
-            if not exchange.ended:
-                self._submit(draft, exchange)
-        except Exception as error:
-            exchange.refuse(error)
-
-    def _submit(self, draft: Draft, exchange: ClientExchange) -> None:
+    def _take(self, draft: Draft, exchange: ClientExchange) -> None:
         account = draft.account
         assert account is not None, "a request that was admitted has an account"
-        call = (self._gateways if account.name == GATEWAY else self._clients).decide(draft)
+        call = (self._gateways if account.name == GATEWAY else self._admission).decide(draft)
         answer = _Answer(call, exchange, account)
         trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
         in_flight = self._cluster.calls.submit(call, answer, account.charge(call.model), trace)

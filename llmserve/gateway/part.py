@@ -13,7 +13,8 @@ from llmserve.calls.client_request import ClientExchange
 from llmserve.errors import ConfigError, ListenError
 from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.endpoints import ENDPOINTS
-from llmserve.gateway.stages import Admission, of_clients, of_gateways
+from llmserve.gateway.forecasting import of_body
+from llmserve.gateway.stages import Admission, identified, kind_known, of_clients, of_gateways
 from llmserve.http import accepting
 from llmserve.http.accepting import base_url
 from llmserve.http.exchange import BodySink
@@ -59,10 +60,15 @@ class OwnApi:
 
 @dataclass(frozen=True)
 class Admissions:
-    """The stages of requests for engines, to which parts add theirs: of clients, and of gateways in front of them."""
+    """The stages of requests, to which parts add theirs.
+
+    clients    for engines.  gateways : the same of gateways in front of this server
+    forecasts  for forecasts of what a call would take
+    """
 
     clients: Admission
     gateways: Admission
+    forecasts: Admission
 
 
 class Admitting(Part):
@@ -77,8 +83,11 @@ class Admitting(Part):
         aliases = server.add(Aliases(names, cluster.fleet.is_up))
         told = server.get(Families).counter("llmserve_program_requests")
         programs = KnownPrograms(cluster.calls.secret, count=lambda source: told.of(source).inc())
-        clients = of_clients(cluster, key_limits, config.limits, aliases if names else None, programs)
-        server.add(Admissions(clients, of_gateways(clients, cluster, aliases if names else None)))
+        told_aliases = aliases if names else None
+        clients = of_clients(cluster, key_limits, config.limits, told_aliases, identified(programs))
+        asked = of_clients(cluster, key_limits, config.limits, told_aliases, kind_known(programs))
+        asked.body.insert(0, of_body)
+        server.add(Admissions(clients, of_gateways(clients, cluster, told_aliases), asked))
         yield
 
 

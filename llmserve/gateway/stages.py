@@ -90,9 +90,9 @@ def of_clients(
     key_limits: KeyLimits,
     config: ApiConfig,
     aliases: Aliases | None = None,
-    programs: KnownPrograms | None = None,
+    belongs: Stage | None = None,
 ) -> Admission:
-    """Requests of clients. programs : to which they belong"""
+    """Requests of clients. belongs : the last stage, which finds the program of a conversation"""
     fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
     return Admission(
         head=[while_serving(cluster), authenticated(key_limits.keys), within_limits(key_limits)],
@@ -103,7 +103,7 @@ def of_clients(
             *([default_deadline(DefaultDeadlines(config.slo_ms))] if config.slo_ms else []),
             FAIR_BY[fair_by],
             *_placing(cluster),
-            *([identified(programs)] if programs is not None else []),
+            *([belongs] if belongs is not None else []),
         ],
     )
 
@@ -268,6 +268,16 @@ def identified(programs: KnownPrograms, now_s: Callable[[], float] = time.monoto
             draft.kind = programs.kind_of(trail)
 
     return identify
+
+
+def kind_known(programs: KnownPrograms) -> Stage:
+    """Find the kind of a conversation, whose program gets no further step by this request."""
+
+    def find(draft: Draft) -> None:
+        if draft.trail is not None:
+            draft.kind, draft.step = programs.kind_of(draft.trail), draft.trail.step
+
+    return find
 
 
 # ---- where ---------------------------------------------------------------------------------------------------------

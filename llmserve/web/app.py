@@ -11,6 +11,8 @@ from llmserve.errors import RequestError
 from llmserve.gateway.completions import Completions
 from llmserve.gateway.content_coding import HEADER, Unpacker, codings_of
 from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.forecasting import PATH as FORECAST
+from llmserve.gateway.forecasting import Forecasting
 from llmserve.http.exchange import Answer
 from llmserve.web.cors import Cors
 from llmserve.web.paths import METHODS
@@ -21,7 +23,7 @@ Watcher = Callable[[ClientExchange], None]
 
 
 class App:
-    """Answers requests: for engines' endpoints directly, every other path by FastAPI.
+    """Answers requests: for engines' endpoints and for forecasts directly, every other path by FastAPI.
 
     Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
     than all of scheduling (scripts/lab/questions/performance/frontend.py).
@@ -34,13 +36,14 @@ class App:
     def __init__(
         self,
         completions: Completions,
+        forecasting: Forecasting,
         site: Site,
         *,
         cors: Cors | None = None,
         watchers: Sequence[Watcher] = (),
         body_bytes_max: int = 16 << 20,
     ) -> None:
-        self._completions, self._site = completions, site
+        self._completions, self._forecasting, self._site = completions, forecasting, site
         self._cors = cors
         self._watchers = tuple(watchers)
         self._unpacker = Unpacker(body_bytes_max)
@@ -61,6 +64,8 @@ class App:
         if exchange.method == "POST" and (endpoint := ENDPOINTS.get(exchange.path)) is not None:
             exchange.state.form = endpoint.form
             self._completions.admit(exchange, endpoint)
+        elif exchange.method == "POST" and exchange.path == FORECAST:
+            self._forecasting.enter(exchange)
         else:
             self._site.enter(exchange)
         if HEADER in exchange.headers and exchange.keeps_body:
@@ -72,6 +77,8 @@ class App:
             self._run(self._handle_packed(exchange))
         elif state.form is not None:
             self._completions.complete(exchange)
+        elif state.draft is not None:
+            self._forecasting.complete(exchange)
         elif exchange.method == "OPTIONS":
             self._answer_options(exchange)
         else:

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 import llmserve
 from llmserve.gateway.answers import json_response
-from llmserve.gateway.api_document import engine_paths
+from llmserve.gateway.api_document import engine_paths, forecast_path
 from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.forecasting import PATH as FORECAST
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard
 from llmserve.web.page import HEADERS
@@ -47,7 +48,8 @@ class DocumentEndpoints:
         """The document of the server's own paths, which never change."""
         if self._document is None:
             routes = [route for router in (*self._routers, self.router) for route in router.routes]
-            self._document = get_openapi(title="llmserve", version=llmserve.__version__, routes=routes)
+            document = get_openapi(title="llmserve", version=llmserve.__version__, routes=routes)
+            self._document = {**document, "paths": {**forecast_path(FORECAST), **document["paths"]}}
         return self._document
 
 

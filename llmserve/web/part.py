@@ -12,6 +12,8 @@ from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.answers import Refusals
 from llmserve.gateway.completions import BeginTrace, Completions
 from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.forecasting import PATH as FORECAST
+from llmserve.gateway.forecasting import Forecasting
 from llmserve.gateway.part import Admissions, Listening, OwnApi, trusted_proxies
 from llmserve.http.accepting import base_url
 from llmserve.http.limits import ServerLimits
@@ -107,13 +109,15 @@ def _limits(server: Server) -> ServerLimits:
 
 def _app(server: Server, refusals: Refusals) -> App:
     config, api, admissions = server.config, server.get(OwnApi), server.get(Admissions)
-    completions = Completions(server.get(LiveCluster), admissions.clients, admissions.gateways, _begin_trace(server))
+    cluster = server.get(LiveCluster)
+    completions = Completions(cluster, admissions.clients, admissions.gateways, _begin_trace(server))
     cors = Cors(config.server.cors_origin) if config.server.cors_origin else None
     watchers: list[Watcher] = [cors.allow] if cors is not None else []
     watchers.append(_browsers(server))
     return App(
         completions,
-        Site(api.routers, refusals, api.uploads, ENDPOINTS),
+        Forecasting(cluster, admissions.forecasts),
+        Site(api.routers, refusals, api.uploads, (*ENDPOINTS, FORECAST)),
         cors=cors,
         watchers=watchers,
         body_bytes_max=config.limits.body_bytes_max,
