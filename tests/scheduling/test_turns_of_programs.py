@@ -13,6 +13,7 @@ from llmserve.scheduling.messages import (
     Action,
     EngineLost,
     EngineReady,
+    PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -141,6 +142,7 @@ class Agents:
     def __init__(self, *engines: EngineInfo, busy: bool = True) -> None:
         self.scheduler: Scheduler = SchedulingConfig(order="boost").resolved(barrier=False).scheduler()
         self.now_s = 0.0
+        self.stopped: list[int] = []
         self._next = 0
         for engine in engines or (EngineInfo("e", 64, False, tokens_max=POOL),):
             self._step(EngineReady(engine))
@@ -164,6 +166,9 @@ class Agents:
 
     def _step(self, event: object) -> list[int]:
         actions = step(self.scheduler, event, self.now_s)  # type: ignore[arg-type]
+        self.stopped += [
+            number for action in actions if isinstance(action, PreemptBatch) for number in action.request_ids
+        ]
         return started(actions)
 
     def ask(self, program: int, count: int, number: int = 1, *, shared: int = 0, kind: int = 5) -> list[int]:
@@ -180,6 +185,12 @@ class Agents:
             step=number if program else 0,
         )
         return self._step(RequestArrived(request))
+
+    def item(self, count: int) -> list[int]:
+        """An item of a batch job, of `count` blocks."""
+        self._next += 1
+        prompt = {"prompt_tokens": float(count * BLOCK), "blocks": blocks(self._next, count), "block_tokens": BLOCK}
+        return self._step(RequestArrived(Request(self._next, ANSWER, background=True, share="job", **prompt)))  # type: ignore[arg-type]
 
     @property
     def last(self) -> int:
@@ -339,3 +350,44 @@ def test_a_short_turn_goes_before_a_long_one_and_an_old_one_before_both() -> Non
     agents.now_s += 2.0
     order = agents.end(running)
     assert order[:2] == [short, long_]
+
+
+# ---- items of batch jobs ----
+
+
+def test_an_item_starts_beside_what_is_kept_for_a_program_and_waits_until_the_hold_is_over() -> None:
+    agents = Agents(busy=False)
+    agents.end(agents.ask(1, 60)[0], "edit")
+    assert agents.item(35) == [], "nothing runs, but what is kept would have to go"
+    large = agents.last
+    assert agents.item(20) == [agents.last]
+    assert agents.kept() == (60 + 21) * BLOCK + ANSWER
+    assert agents.pass_s(UNKNOWN_S - 0.1) == []
+    assert agents.pass_s(0.2) == [large]
+    assert agents.kept() == (21 + 36) * BLOCK
+
+
+def test_the_last_item_is_stopped_for_a_step_that_needs_the_room() -> None:
+    agents = Agents(busy=False)
+    items = []
+    for _ in range(3):
+        agents.now_s += 1.0
+        items += agents.item(20)
+    assert agents.ask(1, 40) == []
+    step_ = agents.last
+    assert agents.stopped == [items[2]], "its tokens are enough"
+    assert agents.event(RequestEnded("e", items[2], "cancelled")) == [step_]
+    assert agents.end(step_) == [items[2]]
+    assert agents.kept() == 3 * 21 * BLOCK
+
+
+def test_no_item_is_stopped_for_a_step_that_would_still_lack_room() -> None:
+    agents = Agents(busy=False)
+    (running,) = agents.ask(1, 50)
+    (item,) = agents.item(10)
+    assert agents.ask(2, 60) == []
+    waits = agents.last
+    assert agents.stopped == []
+    assert agents.end(running) == [waits]
+    assert item in agents.scheduler.requests
+    assert agents.stopped == []

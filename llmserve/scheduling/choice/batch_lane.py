@@ -18,6 +18,7 @@ stopped item waits again, as the first of its window.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, takewhile
 
@@ -62,6 +63,7 @@ class BatchLane:
         group.tally.item_models = self._items.rows.keys()
         self._stops = ItemStops(book) if item_stops else None
         self._look_at_s = math.inf  # when items may be due
+        self._room_at_s: float | None = None  # when an engine may have room for items, without an event
 
     # ---- items that come and go ----
 
@@ -191,6 +193,7 @@ class BatchLane:
                 group.enter(queues)
             queues.count_items(count)
             self._dispatch.start_direct(group, start, self._book.now_s)
+        self._room_at_s = choice.recheck_at_s
 
     # ---- time ----
 
@@ -212,6 +215,8 @@ class BatchLane:
             queues = self._group.queues.get(model)
             if queues is not None and (reserve := self._admission.reserves.get(queues.fair)) is not None:
                 times_s.append(reserve.silent_from_s(self._items.item_s(queues)))
+        if self._room_at_s is not None:
+            times_s.append(self._room_at_s)
         times_s = [at_s for at_s in times_s if self._book.now_s < at_s < math.inf]
         if other_s is not None:
             times_s.append(other_s)
@@ -219,7 +224,9 @@ class BatchLane:
 
 
 class ItemStops:
-    """The stops of running items for online requests that wait for a slot, in the queues or on an engine."""
+    """The stops of running items for online requests that wait for a slot, in the queues or on an engine, or for room
+    beside programs.
+    """
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book
@@ -242,14 +249,32 @@ class ItemStops:
                 soon[engine.info.name] -= taken
                 wanted -= taken
             self._stop(serving, wanted)
+        if lacks := group.programs.take_lacks():
+            self._free_memory(lacks)
+
+    def _free_memory(self, lacks: Mapping[EngineState, float]) -> None:
+        """Stop the items whose tokens are what a request lacks. lacks : tokens, by engine"""
+        for engine, tokens in sorted(lacks.items(), key=lambda lack: (lack[1], lack[0].info.name)):
+            tokens -= sum([run.queued.total_tokens for run in engine.running.values() if run.stopping])
+            if tokens <= 0.0:
+                return
+            items = self._stoppable([engine])
+            freed = list(accumulate([run.queued.total_tokens for run in items]))
+            if freed and freed[-1] >= tokens:
+                self._stop([engine], bisect_left(freed, tokens) + 1)
+                return
 
     def _stop(self, engines: Sequence[EngineState], count: int) -> None:
-        """Stop items on these engines, those that have begun last first."""
-        runs = [run for engine in engines for run in engine.running.values()] if count > 0 else []
-        items = [run for run in runs if run.queued.request.background and self._may_stop(run)]
-        for run in sorted(items, key=lambda run: (-run.started_at_s, run.queued.request.id))[: max(0, count)]:
+        """Stop so many items on these engines."""
+        for run in self._stoppable(engines)[:count] if count > 0 else ():
             run.stopping = True
             self._book.actions.append(PreemptBatch(run.engine, run.batch_id, (run.queued.request.id,)))
+
+    def _stoppable(self, engines: Sequence[EngineState]) -> list[Run]:
+        """Items on these engines that may be stopped, those that have begun last first."""
+        runs = [run for engine in engines for run in engine.running.values()]
+        items = [run for run in runs if run.queued.request.background and self._may_stop(run)]
+        return sorted(items, key=lambda run: (-run.started_at_s, run.queued.request.id))
 
     def _may_stop(self, run: Run) -> bool:
         """Whether a running item may be stopped: it could still end in its window after a new start."""

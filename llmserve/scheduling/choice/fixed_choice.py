@@ -122,6 +122,8 @@ class FixedChoice(Choice):
 
     def _wait_for_room(self, first: QueuedRequest, engines: Sequence[EngineState]) -> None:
         """Let no larger request pass this one, which waits for room in these engines."""
+        if self._group.tally.items and not self._lines:
+            self._group.programs.wait_for_room(first, [engine for engine in engines if engine.room > 0])
         for engine in engines:
             if engine.room > 0:
                 self._lines.add(engine.info.name)

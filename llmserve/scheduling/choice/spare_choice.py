@@ -35,6 +35,7 @@ class SpareChoice(Choice):
         super().__init__(group, forming, now_s)
         self._items, self._admission = items, admission
         self._alone = True  # whoever else waits does not want these engines
+        self._rooms_s: dict[str, float | None] = {}  # by engine: when what is kept there for programs may be dropped
 
     def starts(self) -> Iterator[Start]:
         while self._items.waiting and (start := self._next()) is not None:
@@ -91,4 +92,16 @@ class SpareChoice(Choice):
         return [self._queued(queues, item) for item in chosen]
 
     def _queued(self, queues: ModelQueues, item: Request) -> QueuedRequest:
-        return queues.queued_apart(item, self._items.surplus, self._now_s)
+        queued = queues.queued_apart(item, self._items.surplus, self._now_s)
+        self._group.programs.item(queued, self._now_s)
+        return queued
+
+    def _has_room(self, queued: QueuedRequest, engine: EngineState) -> bool:
+        has_room, name = super()._has_room(queued, engine), engine.info.name
+        if not has_room and name not in self._rooms_s:
+            self._rooms_s[name] = self._group.programs.next_room_s(engine, self._now_s)
+        return has_room
+
+    @property
+    def recheck_at_s(self) -> float | None:
+        return min([at_s for at_s in self._rooms_s.values() if at_s is not None], default=None)

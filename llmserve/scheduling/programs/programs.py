@@ -17,7 +17,8 @@ A request without a program is a turn of one step, so chats need no class of the
 Room. The ledger of an engine has the tokens of its requests and of the programs in a tool call, shared prompts once. A
 request starts if the ledger stays within ROOM of the cache. If not, tokens are dropped that were kept for long enough
 (tools.py); if that is not enough, the request waits, and no larger one passes it: only requests of at most SMALL of the
-cache, and programs whose tokens are kept. An engine that runs nothing takes the first in any case.
+cache, and programs whose tokens are kept. An engine that runs nothing takes the first in any case. Items of batch jobs
+are in the ledger while they run; they start beside what is kept, and are stopped for a request that needs the room.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Programs:
         self._paces: dict[str, Pace] = {}  # by model
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._ledgers: dict[str, Ledger] = {}  # by engine
+        self._lacks: dict[EngineState, float] = {}
 
     @property
     def seen(self) -> bool:
@@ -108,9 +110,7 @@ class Programs:
             self.active_until_s = now_s + ACTIVE_S
         if not self.active(now_s):
             return False
-        pace = self._paces.get(request.model)
-        if pace is None:
-            pace = self._paces[request.model] = Pace(self._patience)
+        pace = self._pace_of(request.model)
         program = self._of(request, now_s) if request.program else None
         is_first = program is None or program.step == 1
         turn = queued.turn = Turn(pace, now_s if program is None else program.from_s, program, is_first=is_first)
@@ -121,6 +121,17 @@ class Programs:
         if sorts:
             self._sort_s = now_s + SORT_S
         return sorts
+
+    def item(self, queued: QueuedRequest, now_s: float) -> None:
+        """An item of a batch job may start. It teaches nothing about turns."""
+        if self.active(now_s):
+            queued.turn = Turn(self._pace_of(queued.request.model), now_s, None, is_first=False)
+
+    def _pace_of(self, model: str) -> Pace:
+        pace = self._paces.get(model)
+        if pace is None:
+            pace = self._paces[model] = Pace(self._patience)
+        return pace
 
     def further_s(self, request: Request, program: Program, times: Times) -> float:
         """Expected seconds of a slot for the steps that follow a request."""
@@ -232,9 +243,12 @@ class Programs:
     def fits(self, queued: QueuedRequest, engine: EngineState, now_s: float) -> bool:
         """Whether the request has room in the engine beside what the ledger has."""
         tokens_max, ledger = engine.info.tokens_max, self._ledgers.get(engine.info.name)
-        if not engine.running or ledger is None or tokens_max is None:
+        if ledger is None or tokens_max is None:
             return True
-        room = tokens_max if self.passes(queued, engine) else self._room * tokens_max
+        is_item = queued.request.background
+        if not engine.running and not (is_item and ledger):
+            return True
+        room = self._room_for(queued, engine, tokens_max)
         need = self._need(queued, ledger)
         if ledger.tokens + need <= room:
             return True
@@ -243,7 +257,25 @@ class Programs:
                 ledger.drop(holder)
                 if ledger.tokens + self._need(queued, ledger) <= room:
                     return True
-        return False
+        return not engine.running and not ledger
+
+    def _room_for(self, queued: QueuedRequest, engine: EngineState, tokens_max: int) -> float:
+        """Up to how many tokens the ledger of the engine may be filled with the request."""
+        fills = not queued.request.background and self.passes(queued, engine)
+        return tokens_max if fills else self._room * tokens_max
+
+    def wait_for_room(self, queued: QueuedRequest, engines: Sequence[EngineState]) -> None:
+        """A request waits for room, while items of batch jobs run."""
+        for engine in engines:
+            tokens_max, ledger = engine.info.tokens_max, self._ledgers.get(engine.info.name)
+            if ledger is not None and tokens_max is not None:
+                room = self._room_for(queued, engine, tokens_max)
+                self._lacks[engine] = ledger.tokens + self._need(queued, ledger) - room
+
+    def take_lacks(self) -> dict[EngineState, float]:
+        """Tokens that the request which waited for room last in this step lacks on each engine."""
+        lacks, self._lacks = self._lacks, {}
+        return lacks
 
     def passes(self, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether the request may pass others that wait for room in the engine."""
