@@ -218,7 +218,7 @@ class Estimator:
         """
         group, no_engine = self._scheduler.group, queues.no_engine_since_s is not None
         share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
-        wait_s = None if no_engine else group.rate.drain_time_s(round(position * share))
+        wait_s = None if no_engine else group.drain_time_s(round(position * share))
         if wait_s is None and not no_engine:
             wait_s = self._after_running_s(position, queues)
         return QueuePosition(position, wait_s, no_engine)

@@ -40,6 +40,7 @@ class Admission:
         """Why a request cannot wait; None: it can, in queues that are made if need be.
 
         waiting : requests of its kind that wait. A full queue makes room if a share holds more of it than this one.
+        A step of a program whose tokens an engine keeps is not refused: its turn would have been in vain.
         """
         group, awaits = self._group, self._awaits
         queues = group.queues.get(request.model)
@@ -51,7 +52,7 @@ class Admission:
             return "no_engine"
         if request.deadline_s is not None and request.deadline_s <= self._book.now_s:
             return "deadline_exceeded"
-        full = waiting >= self._limits.queue_requests_max
+        full = waiting >= self._limits.queue_requests_max and not group.programs.keeps(request)
         if full and (request.background or not refuse_holder(request, group, self._book)):
             return "queue_full"
         return None

@@ -25,6 +25,7 @@ class Group:
     pool        the engines
     programs    what is known of programs, and what engines keep for them
     rate        rate at which requests end
+    starts      rate at which waiting requests start, while programs come
     arrived_in  queues in which requests have arrived since the last dispatch
     without_engine  queues of models that no working engine serves
     wake_at_s   when more could start without an event; None: not before the next event
@@ -36,7 +37,7 @@ class Group:
         self.present = 0
         self.pool = EnginePool()
         self.programs = programs
-        self.rate = CompletionRate()
+        self.rate, self.starts = CompletionRate(), CompletionRate()
         self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []
         self.planned: list[ModelQueues] = []  # queues whose release follows plans
@@ -108,6 +109,28 @@ class Group:
     def leave(self, queues: ModelQueues, requests: int = 1) -> None:
         queues.present -= requests
         self.present -= requests
+
+    def started(self, queued: QueuedRequest, engine: EngineState, now_s: float) -> None:
+        """A request starts while programs come."""
+        self.programs.started(queued, engine, now_s)
+        if now_s > queued.arrived_at_s:
+            self.starts.observe(now_s, 1)
+        if not self.tally.waiting:
+            self.starts.idle()
+
+    def drain_time_s(self, waiting: int) -> float | None:
+        """Predicted seconds until so many waiting requests have started; None: unknown.
+
+        Each end lets another request start, so the rate of ends tells it. But the end of a program's step lets only
+        the program's next step start, where memory is short: then the starts of those that have waited tell it.
+        """
+        starts_s = self.starts.drain_time_s(waiting)
+        return self.rate.drain_time_s(waiting) if starts_s is None else starts_s
+
+    def idle(self) -> None:
+        """Nothing waits or runs."""
+        self.rate.idle()
+        self.starts.idle()
 
     def forget(self, models: Iterable[str]) -> None:
         """Remove the queues of these models, if no engine serves the model and no request of it is present."""

@@ -124,7 +124,7 @@ class RequestBook:
 
     def report_failed(self, request_id: int, reason: FailReason) -> None:
         waiting = self._group.tally.waiting
-        retry_after_s = None if reason == "deadline_exceeded" else self._group.rate.drain_time_s(waiting)
+        retry_after_s = None if reason == "deadline_exceeded" else self._group.drain_time_s(waiting)
         self.actions.append(FailRequest(request_id, reason, retry_after_s))
 
     def fail_late(self) -> None:

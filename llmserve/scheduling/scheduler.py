@@ -175,7 +175,7 @@ class Scheduler:
         dues_s = self._dispatch.dispatch(group, self._now_s)
         self.batch_lane.dispatch()
         if not group.present:
-            group.rate.idle()
+            group.idle()
         for queues in group.planned:
             self._ask_for_plan(queues)
         if dues_s or group.wake_at_s is not None or group.pool.paused or group.pool.resting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from scheduling.checked_step import step
@@ -13,6 +14,7 @@ from llmserve.scheduling.messages import (
     Action,
     EngineLost,
     EngineReady,
+    FailRequest,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
@@ -139,10 +141,11 @@ def test_a_wait_of_patience_times_the_mean_wait_counts_as_a_factor_e_of_work() -
 class Agents:
     """A scheduler with one engine of a small cache, and programs that step through their turns."""
 
-    def __init__(self, *engines: EngineInfo, busy: bool = True) -> None:
-        self.scheduler: Scheduler = SchedulingConfig(order="boost").resolved(barrier=False).scheduler()
+    def __init__(self, *engines: EngineInfo, busy: bool = True, **settings: Any) -> None:
+        config = SchedulingConfig(**{"order": "boost", **settings}).resolved(barrier=False)
+        self.scheduler: Scheduler = config.scheduler()
         self.now_s = 0.0
-        self.stopped: list[int] = []
+        self.refused, self.stopped = list[int](), list[int]()
         self._next = 0
         for engine in engines or (EngineInfo("e", 64, False, tokens_max=POOL),):
             self._step(EngineReady(engine))
@@ -166,6 +169,7 @@ class Agents:
 
     def _step(self, event: object) -> list[int]:
         actions = step(self.scheduler, event, self.now_s)  # type: ignore[arg-type]
+        self.refused += [action.request_id for action in actions if isinstance(action, FailRequest)]
         self.stopped += [
             number for action in actions if isinstance(action, PreemptBatch) for number in action.request_ids
         ]
@@ -350,6 +354,38 @@ def test_a_short_turn_goes_before_a_long_one_and_an_old_one_before_both() -> Non
     agents.now_s += 2.0
     order = agents.end(running)
     assert order[:2] == [short, long_]
+
+
+# ---- what is told to those that wait ----
+
+
+def test_the_expected_start_of_a_waiting_program_follows_from_the_ends_of_turns_not_of_steps() -> None:
+    """Each turn takes the whole cache for five seconds, a step a second."""
+    agents = Agents()
+    for program in range(1, 9):
+        agents.ask(program, 50)
+    running = agents.last - 7
+    for program in range(1, 5):
+        for number in range(2, 6):
+            agents.now_s += 0.5
+            agents.end(running, "edit")
+            agents.now_s += 0.5
+            (running,) = agents.ask(program, 50 + number, number)
+        agents.now_s += 1.0
+        (running,) = agents.end(running)
+    assert agents.scheduler.group.drain_time_s(2) == pytest.approx(10.0)
+
+
+def test_a_full_queue_refuses_new_programs_and_no_step_of_one_that_has_begun() -> None:
+    agents = Agents(queue_requests_max=1)
+    (running,) = agents.ask(1, 60)
+    agents.ask(2, 60)
+    waits = agents.last
+    agents.end(running, "edit")
+    assert agents.ask(3, 60) == []
+    assert agents.refused == [agents.last]
+    assert agents.ask(1, 62, 2) == [agents.last]
+    assert agents.end(agents.last) == [waits]
 
 
 # ---- items of batch jobs ----

@@ -113,7 +113,7 @@ class Dispatch:
         engine.start(batch, requests, now_s)
         for queued in requests:
             if queued.turn is not None:
-                group.programs.started(queued, engine, now_s)
+                group.started(queued, engine, now_s)
         group.pool.sent(requests, engine)
         if queues.prompts.mean_s and not engine.info.barrier:
             for queued in requests:

@@ -234,6 +234,12 @@ class Programs:
         ledger = self._ledgers.get(engine)
         return (sum([not holding.runs for _, holding in ledger]), ledger.tokens) if ledger is not None else (0, 0)
 
+    def keeps(self, request: Request) -> bool:
+        """Whether an engine keeps tokens for the request's program."""
+        program = self._programs.get(request.program) if request.program else None
+        ledger = self._ledgers.get(program.engine) if program is not None else None
+        return ledger is not None and ledger.is_kept(request.program)
+
     # ---- room ----
 
     def counts(self, engine: EngineState, queued: QueuedRequest) -> bool:
