@@ -104,14 +104,17 @@ class Chains:
         return stored
 
     def remove(self, hashes: Sequence[int]) -> list[int]:
-        """Note blocks that the engine has dropped. Returns the prompts' blocks among these."""
+        """Note blocks that the engine has dropped. Returns the prompts' blocks among these.
+
+        They stay tied, so that the engine's next word of them is understood: a request that has just been sent may have
+        the engine compute again what is dropped before the request's turn.
+        """
         removed = []
         for number in hashes:
             chain = self._chain_of.pop(number)
-            block = self._prompts.pop(chain) if chain is not None else None
+            block = self._prompts.get(chain) if chain is not None else None
             if block is not None:
                 removed.append(block)
-                self._tied.pop(block, None)
         return removed
 
     def clear(self) -> None:
@@ -120,7 +123,7 @@ class Chains:
         self._tied.clear()
 
     def knows(self, blocks: Sequence[int]) -> bool:
-        """Whether a prompt is tied, all of whose blocks are still in the cache."""
+        """Whether a prompt is tied."""
         return bool(blocks) and blocks[-1] in self._tied
 
     def tie(self, blocks: Sequence[int], block_share: float, tokens: Sequence[int]) -> None:

@@ -47,15 +47,16 @@ def test_blocks_after_an_unknown_one_are_not_known() -> None:
     assert len(chains) == 0
 
 
-def test_a_prompt_is_known_until_its_last_block_is_dropped() -> None:
+def test_a_prompt_that_the_engine_drops_and_computes_again_stays_tied() -> None:
     chains, tokens = Chains(), list(range(16))
     assert not chains.knows([1, 2])
     store(chains, tokens)
     chains.tie([1, 2], 0.5, tokens)
     assert chains.knows([1, 2])
     assert not chains.knows([1])
-    chains.remove([3])
-    assert not chains.knows([1, 2])
+    assert chains.remove([3, 2, 1]) == [2, 1]
+    assert chains.knows([1, 2])
+    assert store(chains, tokens[4:], first=10, parent=0) == [1, 2]
 
 
 def test_a_prompts_block_that_is_shorter_than_the_engines_is_not_tied() -> None:
