@@ -201,14 +201,18 @@ class Calls:
             in_flight.trace.started(in_flight, now_s)
         if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
-        loads = handle.models_at_once > 0 and self._loads(handle.name, in_flight.request.id)
-        self.fleet.sent(handle, in_flight, now_s, loads=loads)
+        self.fleet.sent(handle, in_flight, now_s, holds_up=self._holds_up(handle, in_flight.request.id))
         in_flight.answering = Forwarding(self, handle, in_flight, batch)
 
-    def _loads(self, engine: str, request_id: int) -> bool:
-        """Whether an engine that loads models on demand loads the request's."""
-        run = self._scheduler.engines[engine].running.get(request_id)
-        return run is not None and run.loads
+    def _holds_up(self, handle: EngineHandle, request_id: int) -> bool:
+        """Whether requests wait inside the engine until this one begins, however many slots are free: the engine loads
+        the request's model, or computes a long prompt (scheduling/prefills.py).
+        """
+        if not handle.models_at_once and not self._scheduler.group.pool.computing:
+            return False
+        engine = self._scheduler.engines[handle.name]
+        run = engine.running.get(request_id)
+        return request_id in engine.prefills or (run is not None and run.loads)
 
     def stop(self, action: AbortRequest) -> None:
         """Close the connection to the engine; the end of the request follows."""

@@ -404,12 +404,12 @@ class Fleet:
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
-    def sent(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float, *, loads: bool) -> None:
-        """A call goes to the engine. loads : which loads the call's model first, or is doing so"""
+    def sent(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float, *, holds_up: bool) -> None:
+        """A call goes to the engine. holds_up : requests wait there until the call's answer begins"""
         handle.add(in_flight)
         if (learner := handle.engine.slots) is not None:
             request = in_flight.request
-            learner.sent(request.id, now_s, request.sequences, loads=loads)
+            learner.sent(request.id, now_s, request.sequences, loads=holds_up)
 
     def began(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
         """The stream of a call begins."""

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from front import Front, StartFront, until
 
+from llmserve.engines.slots import SlotsLearner
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live import journal
 from llmserve.scheduling.messages import EngineReady
@@ -107,3 +108,29 @@ async def test_whole_answers_tell_the_slots_of_an_engine_that_comes_back_with_fe
     async with Silent(slots=1, step_s=0.01, port=port) as after:
         await until(lambda: handle.up)
         assert await whole_answers(front, after, 1) <= 60
+
+
+class Heard(SlotsLearner):
+    """held_up : of each request, whether the others wait until it begins, however many slots are free."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=8)
+        self.held_up: list[bool] = []
+
+    def sent(self, request_id: int, now_s: float, sequences: int = 1, *, loads: bool = False) -> None:
+        self.held_up.append(loads)
+        super().sent(request_id, now_s, sequences, loads=loads)
+
+
+async def test_what_waits_behind_a_long_prompt_says_nothing_of_the_slots(start_front: StartFront) -> None:
+    async with Silent(slots=8, step_s=0) as engine:
+        front = await start_front(engine, slots=None)
+        handle = next(iter(front.cluster.fleet.handles.values()))
+        handle.engine.slots = heard = Heard()
+        prompts = front.cluster.scheduler.queues("fake").prompts
+        for tokens, prompt_tokens in itertools.product(range(1, 20), range(10, 200, 10)):
+            prompts.observe(0.01 * tokens + 0.001 * prompt_tokens, tokens, prompt_tokens)
+        for content in ("hello", "hello " * 8_000, "hello"):
+            async with front.post(stream=True, messages=[{"role": "user", "content": content}]) as answer:
+                await answer.read()
+    assert heard.held_up == [False, True, False]
