@@ -8,6 +8,7 @@ import sys
 from kit.client import get_text
 from kit.rows import Row
 from kit.servers import front_end, running
+from questions.llama import simulated
 from questions.llama.run import BARE, DIRECT, RATIOS, Arrangement, rows_of, slots_after
 from questions.vllm.passes import session_of
 
@@ -51,3 +52,10 @@ async def test_the_counted_slots_are_those_of_the_server_in_front() -> None:
         running("a front", command, ready="/ready") as front,
     ):
         assert await slots_after(front.url, ["Hi"] * 5) == 3
+
+
+def test_a_simulated_ratio_is_the_median_of_the_ratios_of_the_seeds() -> None:
+    runs = [dict.fromkeys(simulated.NUMBERS, value) | {"waiting_s_mean": value / 4} for value in (0.5, 8.0, 30.0)]
+    bases = [dict.fromkeys(simulated.NUMBERS, value) for value in (1.0, 10.0, 100.0)]
+    row = simulated.row_of(4, "boost", "learnt", runs, bases)
+    assert (row["slots"], row["latency_s_mean"], row["waiting_share"]) == (4, 0.5, 0.25)

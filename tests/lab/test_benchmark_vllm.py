@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from kit import client, servers
 from kit.rows import Row
-from questions.vllm import arrangements, killed, loads, passes, report
+from questions.vllm import arrangements, killed, loads, parts, passes, report
 from questions.vllm import run as benchmark_vllm
 from scipy.stats import kendalltau
 
@@ -231,6 +232,42 @@ def test_an_arrangement_is_compared_with_the_llmserve_of_before():
     names = [arrangement.name for arrangement in found]
     assert names == ["vLLM directly", "llmserve boost", "llmserve boost, before"]
     assert [set(arrangements.baselines_of(each, names)) for each in found] == [set(), {"direct", "before"}, {"direct"}]
+
+
+def a_section(path: Path, **changes: Any) -> argparse.Namespace:
+    """The arguments of a run that adds to two rounds of a file."""
+    section = {
+        "requests": 50,
+        "seed": 7,
+        "loads": [{"mean_tokens": 80.0, "capacity": 9.0}, {"mean_tokens": 90.0, "capacity": 8.0}],
+        "passes": {"vLLM directly": [{"latency_s_mean": 1.0}, {"latency_s_mean": 2.0}]},
+    }
+    path.write_text(json.dumps({"burst": section | changes}))
+    return argparse.Namespace(output=path, more=True, requests=50, seed=7)
+
+
+def test_further_rounds_are_added_to_those_of_a_file(tmp_path: Path):
+    args = a_section(tmp_path / "vllm.json")
+    rounds, found = parts.earlier_rounds(args, "burst", ["vLLM directly"])
+    assert [(row["round"], row["capacity"]) for row in rounds] == [(0, 9.0), (1, 8.0)]
+    assert [(row["round"], row["latency_s_mean"]) for row in found] == [(0, 1.0), (1, 2.0)]
+    assert parts.earlier_rounds(args, "trace", ["vLLM directly"]) == ([], [])
+    args.more = False
+    assert parts.earlier_rounds(args, "burst", ["vLLM directly"]) == ([], [])
+
+
+def test_rounds_of_other_requests_or_arrangements_are_not_added_to(tmp_path: Path):
+    with pytest.raises(ValueError, match="other arrangements"):
+        parts.earlier_rounds(a_section(tmp_path / "vllm.json", requests=60), "burst", ["vLLM directly"])
+    with pytest.raises(ValueError, match="other arrangements"):
+        parts.earlier_rounds(a_section(tmp_path / "vllm.json"), "burst", ["vLLM directly", "llmserve boost"])
+    with pytest.raises(ValueError, match="loads of its rounds"):
+        parts.earlier_rounds(a_section(tmp_path / "vllm.json", loads=[]), "burst", ["vLLM directly"])
+
+
+def test_arrangements_can_be_chosen_by_their_way():
+    chosen = arrangements.arrangements_of("burst", ["boost"], ["direct", "boost"])
+    assert [arrangement.name for arrangement in chosen] == ["vLLM directly", "llmserve boost, predicted"]
 
 
 def events(*contents: str, end: str = "data: [DONE]\n\n") -> bytes:

@@ -23,6 +23,9 @@ round begins with another arrangement. Each pass through llmserve starts a new s
     fffs         with --order fffs: what the queue in front gains without an order
     warm         as bare, but with the --state of a server that had answered as many other prompts
     warm-untold  the same, untold
+    oracle       as bare, but requests tell the lengths of their answers: what an order can gain at all
+
+With --more the rounds are added to those of --output, so that a long part can be measured in several runs.
 
 The numbers of a row are medians of the rounds; ratios are taken round by round.
 """
@@ -35,7 +38,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -94,6 +97,7 @@ class Arrangement:
     flags  of `llmserve serve`, without those of the slots; None: it is not there
     told   whether llama.cpp tells its slots and its load.  right : whether flags tell the slots
     warm   whether it has the --state of a server that has answered other prompts
+    knows  whether requests tell the lengths of their answers
     """
 
     name: str
@@ -101,6 +105,7 @@ class Arrangement:
     told: bool = True
     right: bool = False
     warm: bool = False
+    knows: bool = False
 
 
 DIRECT = Arrangement("llama.cpp directly", None)
@@ -113,6 +118,7 @@ ARRANGEMENTS = {
     "fffs": Arrangement("llmserve, first come, first served", ("--order", "fffs")),
     "warm": Arrangement("llmserve, warm", warm=True),
     "warm-untold": Arrangement("llmserve, warm, told nothing", told=False, warm=True),
+    "oracle": Arrangement("llmserve, known lengths", knows=True),
 }
 ANSWERS = ("streams", "whole")
 PARTS = ("burst", "poisson", "restart")
@@ -221,16 +227,21 @@ async def one_pass(
             # directly, so that llmserve learns nothing from them
             await send([engine] * WARM_UP_REQUESTS, all_at_once(prompts.texts[:WARM_UP_REQUESTS]))
             questions = [
-                question_of(prompt, at_s, whole=whole)
-                for prompt, at_s in zip(load.prompts, load.arrivals_s.tolist(), strict=True)
+                question_of(prompt, at_s, whole=whole, tokens=tokens if arrangement.knows else None)
+                for prompt, at_s, tokens in zip(
+                    load.prompts, load.arrivals_s.tolist(), load.tokens.tolist(), strict=True
+                )
             ]
             outcomes = await send([url] * len(questions), questions)
             return outcomes, {} if arrangement.flags is None else {"slots_counted": await counted_slots(url)}
 
 
-async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int) -> dict[str, list[Row]]:
-    """part -> a row for each form of answers, arrangement and round"""
+async def bursts_and_arrivals(
+    args: argparse.Namespace, llama: Llama, slots: int, earlier: Mapping[str, Sequence[Row]]
+) -> dict[str, list[Row]]:
+    """part -> a row for each form of answers, arrangement and round. earlier : rows of other runs, by part"""
     passes: dict[str, list[Row]] = {part: [] for part in ("burst", "poisson") if part in args.parts}
+    rounds = {part: 1 + max([row["round"] for row in rows], default=-1) for part, rows in earlier.items()}
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         server = await stack.enter_async_context(llama.serving(slots))
@@ -243,7 +254,8 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
                 others = [question_of(prompt, whole=answers == "whole") for prompt in prompts.others]
                 async with reached(arrangement, server.url, slots, states[answers, arrangement]) as url:
                     await send([url] * len(others), others)
-        for number, (part, rows) in product(range(args.rounds), passes.items()):
+        for count, (part, rows) in product(range(args.rounds), passes.items()):
+            number = rounds.get(part, 0) + count
             load = await load_of(args, part, server.url, slots, number, prompts)
             for answers, arrangement in in_turn(cases, number):
                 state = states[answers, arrangement]
@@ -253,7 +265,7 @@ async def bursts_and_arrivals(args: argparse.Namespace, llama: Llama, slots: int
                 found = {"requests": len(outcomes)} | summary(outcomes, load, prompts.service) | counted
                 case = dict(zip(CASE, (slots, answers, arrangement.name, number), strict=True))
                 rows.append(Row(case, found))
-                title = f"{slots} slots, {part} {number + 1}/{args.rounds}, {answers}: {arrangement.name}"
+                title = f"{slots} slots, {part} {count + 1}/{args.rounds}, {answers}: {arrangement.name}"
                 log(f"{title}: {in_words(found)}" + "".join(f", {count:.0f} slots" for count in counted.values()))
     return passes
 
@@ -267,7 +279,7 @@ async def load_of(args: argparse.Namespace, part: str, url: str, slots: int, num
     if part != "poisson":
         return load
     capacity = await capacity_per_s(url, slots, load)
-    log(f"{slots} slots, {part} {number + 1}/{args.rounds}: the capacity is {capacity:.2f} requests/s")
+    log(f"{slots} slots, {part}, round {number}: the capacity is {capacity:.2f} requests/s")
     return replace(load, arrivals_s=poisson_arrivals_s(args.requests, LOAD * capacity, rng))
 
 
@@ -358,10 +370,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             "seed": args.seed,
         }
         for slots in args.slots if {"burst", "poisson"} & set(args.parts) else ():
-            for part, rows in (await bursts_and_arrivals(args, llama, slots)).items():
-                earlier = [Row.of_record(record, CASE) for record in results.get(part, {}).get("passes", ())]
-                measured = {(row["slots"], row["answers"]) for row in rows}
-                kept = [row for row in earlier if (row["slots"], row["answers"]) not in measured]
+            earlier = {
+                part: [Row.of_record(record, CASE) for record in results.get(part, {}).get("passes", ())]
+                for part in ("burst", "poisson")
+            }
+            added_to = {part: select(rows, slots=slots) if args.more else () for part, rows in earlier.items()}
+            for part, rows in (await bursts_and_arrivals(args, llama, slots, added_to)).items():
+                measured = set() if args.more else {(row["slots"], row["answers"]) for row in rows}
+                kept = [row for row in earlier[part] if (row["slots"], row["answers"]) not in measured]
                 passes = sorted([*kept, *rows], key=lambda row: (ANSWERS.index(row["answers"]), row["slots"]))
                 load = {"load": LOAD} if part == "poisson" else {}
                 shown = [row.record for row in rows_of(passes)]
@@ -408,6 +424,7 @@ def main() -> None:
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help="(default: all)")
     add("--requests", type=int, default=400, help="requests of every pass (%(default)s)")
     add("--rounds", type=int, default=3, help="rounds of every part (%(default)s)")
+    add("--more", action="store_true", help="add the rounds to those of --output")
     add("--seed", type=int, default=2029, help="draws prompts, their order and arrivals")
     add("--output", type=Path, help="write the results as JSON; other parts, slots and answers stay")
     add("--report", action="store_true", help="measure nothing: print the tables of --output")

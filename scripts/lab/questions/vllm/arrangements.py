@@ -53,8 +53,12 @@ DIRECT = Arrangement("direct")
 KINDS = ("oracle", "predicted", "random")
 
 
-def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
-    """The arrangements that take turns in a part. orders : of llmserve"""
+def arrangements_of(part: str, orders: Sequence[str], ways: Sequence[str] = ()) -> list[Arrangement]:
+    """The arrangements that take turns in a part. orders : of llmserve.  ways : of the arrangements; (): all"""
+    return [arrangement for arrangement in _all_of(part, orders) if not ways or arrangement.way in ways]
+
+
+def _all_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
     if part == "barrier":
         return [Arrangement("barrier", "oracle", bins) for bins in (1, 8)]
     if part in ("idle", "kill"):

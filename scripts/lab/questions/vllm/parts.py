@@ -14,14 +14,25 @@ import numpy as np
 from kit import client
 from kit.client import get_text
 from kit.progress import log
-from kit.results import in_turn
+from kit.results import in_turn, read_parts
 from kit.rows import Row, group, median
 
 from llmserve.simulation.trace_files import read_rows
 from questions.vllm.arrangements import AHEAD, DIRECT, PARTS, Arrangement, arrangements_of, with_those_before
 from questions.vllm.engines import Engines, capacity_per_s, front
 from questions.vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s
-from questions.vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
+from questions.vllm.passes import (
+    ANSWER_S_MAX,
+    Outcome,
+    Question,
+    all_at_once,
+    ask,
+    questions_of,
+    rows,
+    send,
+    session_of,
+    summary,
+)
 
 REQUESTS = {"idle": 200, "barrier": 400, "memory": 400, "own": 400, "kill": 500}  # of a pass; else REQUESTS_LOAD
 REQUESTS_LOAD = 600
@@ -31,7 +42,10 @@ LOADS = {"poisson-0.7": 0.7, "poisson-0.9": 0.9, "trace": 0.9, "routers": 0.9}  
 LOADS |= {part: float(part.removeprefix("ahead-")) for part in AHEAD}
 IDLE_TOKENS = 16
 WARM_UP_REQUESTS = 16
-PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.M)
+PREEMPTIONS, STEPS = [
+    re.compile(rf"^vllm:{name}\{{.*\}} (\S+)$", re.M)
+    for name in ("num_preemptions_total", "iteration_tokens_total_count")
+]
 
 
 def requests_of(args: argparse.Namespace, part: str) -> int:
@@ -47,6 +61,29 @@ def rounds_of(args: argparse.Namespace, part: str) -> int:
     return int(args.rounds or ROUNDS.get(part, ROUNDS_LOAD))
 
 
+def earlier_rounds(args: argparse.Namespace, part: str, names: Sequence[str]) -> tuple[list[Row], list[Row]]:
+    """Rows of the rounds, and of their passes, to which --more adds. names : of the arrangements
+
+    Raises ValueError when they had other arrangements, requests or draws.
+    """
+    section = read_parts(args.output).get(part) if args.more else None
+    if section is None:
+        return [], []
+    loads, passes = section.get("loads", []), section["passes"]
+    if (list(passes), section["requests"], section["seed"]) != (list(names), requests_of(args, part), args.seed):
+        raise ValueError(f"{part} of {args.output} had other arrangements, requests or another seed")
+    if not loads:
+        raise ValueError(f"{part} of {args.output} does not have the loads of its rounds")
+    return (
+        [Row({"round": number}, load) for number, load in enumerate(loads)],
+        [
+            Row({"arrangement": name, "round": number}, numbers)
+            for name, own in passes.items()
+            for number, numbers in enumerate(own)
+        ],
+    )
+
+
 async def take_turns(
     args: argparse.Namespace,
     part: str,
@@ -59,10 +96,11 @@ async def take_turns(
     make   returns the load of a round
     timed  sets the arrivals of a load, from the requests per second of the engines; None: all requests come at once
     """
-    arrangements, count = arrangements_of(part, args.orders), rounds_of(args, part)
+    arrangements, count = arrangements_of(part, args.orders, args.ways), rounds_of(args, part)
     arrangements = with_those_before(arrangements) if args.before else arrangements
-    loads, passes = [], []  # rows of the rounds and of the passes
-    for number in range(count):
+    loads, passes = earlier_rounds(args, part, [arrangement.name for arrangement in arrangements])
+    count += len(loads)
+    for number in range(len(loads), count):
         rng = np.random.default_rng([args.seed, PARTS.index(part), number])
         load, capacity = make(rng), None
         if timed is not None:
@@ -72,38 +110,48 @@ async def take_turns(
         mean_tokens = float(load.tokens.mean())
         loads.append(Row({"round": number}, {"mean_tokens": mean_tokens, "capacity": capacity, **load.taus}))
         for arrangement in in_turn(arrangements, number):
-            before = await preemptions(engines)
-            outcomes = await one_pass(args, arrangement, engines, load, burst=timed is None)
-            numbers = summary(outcomes, load, engines.service) | {"preemptions": await preemptions(engines) - before}
+            outcomes, counted = await one_pass(args, arrangement, engines, load, burst=timed is None)
+            numbers = summary(outcomes, load, engines.service) | counted
             passes.append(Row({"arrangement": arrangement.name, "round": number}, numbers))
             log(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(numbers)}")
     section = {
+        "rounds": count,
         "mean_tokens": round(median(loads, "mean_tokens"), 1),
         "kendall_tau": {kind: round(median(loads, kind), 3) for kind in load.taus},
+        "loads": [row.numbers for row in loads],
         "rows": [{**row.record, "ratios": row.ratios} for row in rows(arrangements, passes)],
         "passes": {name: [row.numbers for row in own] for (name,), own in group(passes, "arrangement").items()},
     }
     return section if timed is None else section | {"capacity_requests_per_s": round(median(loads, "capacity"), 2)}
 
 
-async def preemptions(engines: Engines) -> float:
-    """How often vLLM has evicted a request from its cache so far, to compute the request again later."""
-    count = 0.0
+async def counters(engines: Engines) -> tuple[float, float]:
+    """Preemptions and steps of the engines so far. A preempted request has left the cache, and is computed again."""
     async with session_of() as session:
-        for url in engines.urls:
-            counters = PREEMPTIONS.findall(await get_text(session, f"{url}/metrics"))
-            count += sum(map(float, counters))
-    return count
+        pages = [await get_text(session, f"{url}/metrics") for url in engines.urls]
+    preemptions, steps = (
+        sum(float(value) for page in pages for value in counter.findall(page)) for counter in (PREEMPTIONS, STEPS)
+    )
+    return preemptions, steps
 
 
 async def one_pass(
     args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load, *, burst: bool
-) -> list[Outcome]:
+) -> tuple[list[Outcome], dict[str, float]]:
+    """What came of the requests, and what the engines counted meanwhile."""
     if arrangement.own:
         return await _own_pass(args, arrangement, engines, load)
     async with front(args, arrangement, engines) as url:
         await _warm_up(engines, url)
-        return await send([url] * len(load.prompts), questions_of(arrangement, load, engines.service, burst=burst))
+        return await _counted(engines, url, questions_of(arrangement, load, engines.service, burst=burst))
+
+
+async def _counted(engines: Engines, url: str, questions: Sequence[Question]) -> tuple[list[Outcome], dict[str, float]]:
+    before = await counters(engines)
+    outcomes = await send([url] * len(questions), questions)
+    preemptions, steps = (now - then for now, then in zip(await counters(engines), before, strict=True))
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    return outcomes, {"preemptions": preemptions, "tokens_per_step": tokens / max(1.0, steps)}
 
 
 async def _warm_up(engines: Engines, url: str) -> None:
@@ -111,7 +159,9 @@ async def _warm_up(engines: Engines, url: str) -> None:
     await send([url] * len(prompts), all_at_once(prompts))
 
 
-async def _own_pass(args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load) -> list[Outcome]:
+async def _own_pass(
+    args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load
+) -> tuple[list[Outcome], dict[str, float]]:
     """A burst to a server that forecasts by itself. Any but a cold one has the state of an earlier server, whose burst
     had as many other prompts, or the same. The requests that warm up the engine go directly to the engine, so that
     llmserve learns nothing from them.
@@ -124,7 +174,7 @@ async def _own_pass(args: argparse.Namespace, arrangement: Arrangement, engines:
                 await send([url] * count, all_at_once(earlier))
         async with front(args, arrangement, engines, Path(state)) as url:
             await _warm_up(engines, engines.urls[0])
-            return await send([url] * count, all_at_once(load.prompts))
+            return await _counted(engines, url, all_at_once(load.prompts))
 
 
 ODD = ("dropped", "failed", "other_length", "preemptions")

@@ -54,10 +54,10 @@ def streamed(prompt: str, **more: Any) -> bytes:
     return json.dumps(client.body_of(prompt, stream=True, stream_options={"include_usage": True}, **more)).encode()
 
 
-def question_of(prompt: str, arrival_s: float = 0.0, *, whole: bool = False) -> Question:
-    """A request without a prediction."""
+def question_of(prompt: str, arrival_s: float = 0.0, *, whole: bool = False, tokens: int | None = None) -> Question:
+    """tokens : the prediction of the answer's length; None: the request has none"""
     body = json.dumps(client.body_of(prompt)).encode() if whole else streamed(prompt)
-    return Question(body, {}, arrival_s, whole)
+    return Question(body, {} if tokens is None else {PREDICTED_HEADER: str(tokens)}, arrival_s, whole)
 
 
 def questions_of(arrangement: Arrangement, load: Load, service: ServiceTime, *, burst: bool) -> list[Question]:
@@ -190,6 +190,7 @@ def _spread(name: str, values: Floats, percents: Sequence[int]) -> dict[str, flo
 RATIOS = (
     "tokens_per_s",
     "tokens_per_s_saturated",
+    "tokens_per_step",
     "first_token_s_mean",
     "latency_s_mean",
     "latency_s_p95",
@@ -213,7 +214,11 @@ def rows(arrangements: Sequence[Arrangement], passes: Sequence[Row]) -> list[Row
             dict(zip(CASE, (name, arrangement.way, arrangement.predictions, arrangement.bins), strict=True)),
             {number: round(median(by_name[name], number), 5) for number in by_name[name][0].numbers},
             {
-                label: {number: round(ratio(by_name[name], by_name[base], number, "round"), 4) for number in RATIOS}
+                label: {
+                    number: round(ratio(by_name[name], by_name[base], number, "round"), 4)
+                    for number in RATIOS
+                    if number in by_name[name][0].numbers
+                }
                 for label, base in baselines_of(arrangement, names).items()
             },
         )

@@ -143,9 +143,11 @@ COLUMNS = {  # of the table of a part
     "slow-down\nmean": ("slowdown_mean", ".2f"),
     "  \np95": ("slowdown_p95", ".2f"),
     "deadlines\nmet": ("deadlines_met", ".1%"),
+    "tokens\na step": ("tokens_per_step", ".2f"),
 }
 RATIO_COLUMNS = {
     "tokens_per_s": "tokens/s",
+    "tokens_per_step": "a step",
     "latency_s_mean": "mean",
     "latency_s_p95": "p95",
     "latency_s_p99": "p99",
@@ -160,7 +162,9 @@ def print_part(console: Console, section: Mapping[str, Any], title: str) -> None
     )
     at_once = section["load"] is None
 
-    columns = {"arrangement": ("arrangement", ""), **COLUMNS}
+    numbers = section["rows"][0].numbers
+    columns = {"arrangement": ("arrangement", "")}
+    columns |= {title: column for title, column in COLUMNS.items() if column[0] in numbers}
     lines = [[cell.replace("%", " %") for cell in line] for line in cells(section["rows"], columns)]
     if not at_once:  # where requests come one by one, the last request seldom waits
         place = list(columns.values()).index(COLUMNS["while\nsome wait"])

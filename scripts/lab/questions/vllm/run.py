@@ -42,6 +42,10 @@ counts all requests. Only `edf` gets deadlines. It drops late requests with 504.
 have no latency, so compare edf's latencies only together with its share of deadlines met. In the burst, edf's deadlines
 are ten minutes plus 5 times the predicted service time: no request is dropped, and the order follows the predictions.
 
+With --more the rounds are added to those of --output, and all rows are made anew; so a long part can be measured in
+several runs. Tokens a step are those of all answers over the steps of vLLM's engine: how full the slots were, however
+fast the machine was at the time.
+
 With --before each of llmserve's arrangements is measured twice in a round: with this checkout's llmserve, and with that
 of another checkout, such as one of a commit before a change.
 
@@ -95,7 +99,8 @@ def estimate_s(args: argparse.Namespace, part: str, requests_per_s: float) -> fl
         return requests * 0.2
     share_of_burst = {**LOADS, "barrier": 0.6}.get(part, 1.0)
     pass_s = requests / requests_per_s / share_of_burst + 5
-    return rounds_of(args, part) * pass_s * (len(arrangements_of(part, args.orders)) + (part in LOADS))
+    arrangements = arrangements_of(part, args.orders, args.ways)
+    return rounds_of(args, part) * pass_s * (len(arrangements) * (1 + bool(args.before)) + (part in LOADS))
 
 
 def runnable(args: argparse.Namespace) -> list[str]:
@@ -160,8 +165,10 @@ def main() -> None:
     add("--trace", type=Path, help="trace as of llmserve simulate, for the part trace")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="llmserve's orders (default: all)")
+    add("--ways", nargs="+", default=(), metavar="WAY", help="arrangements, by way: direct, priority, boost, ... (all)")
     add("--requests", type=int, help=f"requests of every pass (default: {REQUESTS}, else {REQUESTS_LOAD})")
     add("--rounds", type=int, help=f"rounds of every part (default: {ROUNDS}, else {ROUNDS_LOAD})")
+    add("--more", action="store_true", help="add the rounds to those of --output")
     add("--slots", type=int, default=8, help="requests that a vLLM server runs at once (%(default)s)")
     add("--slots-each", type=int, default=4, help="slots of each of two vLLM servers (%(default)s)")
     add("--look-ahead", type=int, help="llmserve's --look-ahead (default: llmserve's default)")
