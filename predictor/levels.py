@@ -1,4 +1,4 @@
-"""The level of a model: how long its answers are, whatever the prompt."""
+"""How long answers are, whatever the prompt: of all models together, and of one model beside them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,35 +8,44 @@ import numpy as np
 from predictor.state import State, array, part
 
 RATE = 0.03
-"""Weight of an answer in the level of its model: a level follows a change within some 100 answers."""
+"""Weight of an answer in the level of its model: the level follows a change within some 100 answers."""
+RATE_OF_ALL = 0.005
+"""Weight of an answer in the level of all models. The words of the prompts are learnt relative to this level. A level
+that followed the latest answers would take what their prompts have in common for its own change, and the words would
+not learn it."""
 LEAST = 4
 """Answers that a mean has at least, so that the first ones do not count fully."""
 YOUNG = 32
-"""Answers of a model whose level is not settled: only the answers after it show the level at the time of an answer."""
+"""Answers while the level of all models is not settled: only the answers after it show the level at the time of an
+answer."""
 
 
 class Unsettled(Protocol):
-    """An answer that is compared with the level of its model."""
+    """An answer that is compared with the level of all models."""
 
     def settle(self) -> None:
-        """Compare with the level of the model as it is now, whatever it will be."""
+        """Compare with the level as it is now, whatever it will be."""
 
 
 class Level:
-    """A mean that follows the latest answers of a model. young : those of its answers that are not settled."""
+    """A mean that follows the latest answers.
 
-    __slots__ = ("count", "value", "young")
+    rate   weight of an answer, once there are 1 / rate answers; the mean of fewer weighs them alike
+    young  answers that are not settled
+    """
 
-    def __init__(self, value: float, count: float = 0.0) -> None:
-        self.value, self.count = value, count
+    __slots__ = ("count", "rate", "value", "young")
+
+    def __init__(self, value: float = 0.0, count: float = 0.0, rate: float = RATE) -> None:
+        self.value, self.count, self.rate = value, count, rate
         self.young: list[Unsettled] = []
 
     def follow(self, error: float, weight: float) -> None:
         self.count += weight
-        self.value += weight * error * max(RATE, 1 / (self.count + LEAST))
+        self.value += weight * error * max(self.rate, 1 / (self.count + LEAST))
 
     def settle_later(self, answer: Unsettled) -> None:
-        """Settle the answer after YOUNG further ones of the model."""
+        """Settle the answer after YOUNG further ones."""
         self.young.append(answer)
         if len(self.young) > YOUNG:
             self.young.pop(0).settle()

@@ -294,7 +294,7 @@ class Memory:
         self._sizes = lengths_per_key, window
         self._keys = RecentlyUsed[bytes, Neighbours](keys_max, lambda: Neighbours(lengths_per_key, SCORED_MIN))
         self._recent = RecentlyUsed[bytes, Neighbours](models_max, lambda: Neighbours(window, 1))
-        self._all = {True: Duel(window), False: Duel(window)}  # the text learner's, against a predictor or without one
+        self._all = Duel(window)  # the text learner's, against a predictor
         self._overruled = 0
 
     def __len__(self) -> int:
@@ -303,20 +303,19 @@ class Memory:
     def judge(self, chain: tuple[bytes, ...], predicted: Logs | None, learnt: Logs | None = None) -> Verdict:
         """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.
 
-        learnt : quantiles by the text learner, if any. The model's key keeps their scores.
+        learnt : quantiles by the text learner, if any. The model's key keeps their scores against a predictor.
+        Without one they stand: the learner gives no weight to words that tell nothing, so recent lengths are no better.
         """
         standing, source = predicted, "predictor" if predicted else ""
         by_key: list[KeyForecast] = []
         place = 0
-        recent = self._recent.get(chain[0]) if not standing else None  # even a poor predictor ranks better
-        if recent and (own := recent.forecast(None)):
-            standing, source = own, "recent"
         if learnt and standing:
             by_key.append(KeyForecast(chain[0], learnt, standing))
-            if self._ranks(self._recent.get(chain[0]), predicted is not None):
-                standing, source = learnt, "learner"
-        elif learnt:
+        if learnt and (not standing or self._leads(self._recent.get(chain[0]))):
             standing, source = learnt, "learner"
+        recent = self._recent.get(chain[0]) if not standing else None
+        if recent and (own := recent.forecast(None)):
+            standing, source = own, "recent"
         for finer, key in enumerate(chain[1:], 1):
             neighbours = self._keys.get(key)
             own = neighbours.forecast(standing) if neighbours and standing else None
@@ -326,18 +325,12 @@ class Memory:
                     standing, source, place = own, "memory", finer
         return Verdict(standing or (), source, tuple(by_key), chain[:place])
 
-    def _ranks(self, model: Neighbours | None, predicted: bool) -> bool:
-        """Whether the text learner is to stand for a model; while the model has few scores, by those of all models.
-
-        It is to be better than a predictor, by LEAD, but only not clearly worse than recent lengths, which do not rank.
+    def _leads(self, model: Neighbours | None) -> bool:
+        """Whether the text learner is to stand in a predictor's place for a model; while the model has few scores, by
+        those of all models.
         """
-        duel = self._all[predicted]
-        if model:
-            own = model.over_predictor if predicted else model.over_others
-            duel = own if own.count >= TRUSTED_MIN else duel
-        if duel.count < TRUSTED_MIN:
-            return not predicted
-        return duel.own < (LEAD if predicted else 1 / MARGIN) * duel.standing
+        duel = model.over_predictor if model and model.over_predictor.count >= TRUSTED_MIN else self._all
+        return duel.count >= TRUSTED_MIN and duel.own < LEAD * duel.standing
 
     def learn(
         self,
@@ -380,15 +373,14 @@ class Memory:
         size, window = self._sizes
         keys = yield from _saving(self._keys.entries(), size)
         recent = yield from _saving(self._recent.entries(), window)
-        duels = np.array([self._all[predicted].numbers() for predicted in (False, True)])
+        duels = np.array([Duel(1).numbers(), self._all.numbers()])  # the first: of a server of before
         return {"keys": keys, "recent": recent, "duels": duels, "overruled": self._overruled}
 
     def restore(self, state: State) -> None:
         size, window = self._sizes
         self._keys.fill(_restored(part(state, "keys"), size, SCORED_MIN))
         self._recent.fill(_restored(part(state, "recent"), window, 1))
-        for predicted, numbers in enumerate(array(state, "duels", (2, 3)).tolist()):
-            self._all[bool(predicted)].take(numbers)
+        self._all.take(array(state, "duels", (2, 3))[1].tolist())
         self._overruled = int(part(state, "overruled"))
 
     def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
@@ -401,8 +393,8 @@ class Memory:
                 duel = neighbours.over_predictor if predicted else neighbours.over_others
                 duel.score(own, score)
             elif model := self._recent.get(forecast.key):
-                (model.over_predictor if predicted else model.over_others).score(own, score)
-                self._all[predicted].score(own, score)
+                model.over_predictor.score(own, score)
+                self._all.score(own, score)
 
 
 def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[bytes, ...]:

@@ -34,13 +34,15 @@ from predictor.senders import Sender
 from predictor.state import Saving, State, array
 from predictor.text_features import BITS, Features
 
-RIDGES = 2.0, 3.0, 4.0, 5.0, 6.0
+RIDGES = 2.0, 2.5, 3.0, 3.5, 4.0
 """With the first RIDGE_ANSWERS answers, with the next as many, and so on."""
 RIDGE_ANSWERS = 200
 BLOCKS_MAX = 250
 """Blocks that are visited again: the window is the latest BLOCK BLOCKS_MAX answers."""
 CELLS_MAX = 1_500_000
 """Numbers in the matrices of all blocks: 6 MB. The window is shorter where prompts have many features."""
+VISITS, VISITS_LATER = 4, 3
+"""Blocks that are visited with an answer: fewer when the window is half full."""
 BLOCKS_FEW = 8
 """With fewer blocks the answers that are in none are visited again too."""
 WEIGHTS = (1 << BITS) + BLOCK * BLOCKS_MAX
@@ -74,7 +76,8 @@ class Ridge:
         self._learnt += example.sender.weight
         self._visit_one(example, features, product, ridge)
         blocks = self._blocks
-        for _ in range(min(self._visits(), len(blocks))):
+        visits = VISITS if len(blocks) < BLOCKS_MAX // 2 else VISITS_LATER
+        for _ in range(min(visits, len(blocks))):
             self._visited += 1
             blocks[self._visited * _STEP % len(blocks)].visit(self.weights, ridge)
         if len(blocks) < BLOCKS_FEW:
@@ -83,11 +86,6 @@ class Ridge:
         self._open.append((example, features))
         if len(self._open) == BLOCK:
             self._close(ridge)
-
-    def _visits(self) -> int:
-        """Blocks to be visited with an answer: fewer when there are many."""
-        blocks = len(self._blocks)
-        return 4 if blocks < BLOCKS_MAX // 4 else 2 if blocks < BLOCKS_MAX // 2 else 1
 
     def _visit_one(self, example: Example, features: Features, product: float, ridge: float) -> None:
         values, dual = features.values, example.dual
