@@ -91,6 +91,72 @@ def test_lengths_that_grow_sixfold_are_followed_within_200_answers():
     assert tau(learner) > 0.65
 
 
+def in_runs(seed, runs=120, of_a_run=25, models=("m",)):
+    """Prompts in runs, as sessions or files have them: those of a run share three words, and what no word tells."""
+    rng = random.Random(seed)
+    for run in range(runs):
+        shared, untold = rng.sample(WORDS, 3), rng.gauss(0, 0.5)
+        for _ in range(of_a_run):
+            words = [*shared, *rng.sample(WORDS, 3)]
+            log = 4.5 + sum(EFFECTS[word] for word in words) / 2 + untold + rng.gauss(0, 0.2)
+            yield Prompt(" ".join(words), models[run % len(models)]), max(1.0, math.exp(log))
+
+
+def served_late(learner, asked, in_flight=64):
+    """The forecasts of the prompts, each made when all but the last `in_flight` answers before it are known."""
+    forecasts = []
+    for number, (prompt, _) in enumerate(asked):
+        if number >= in_flight:
+            learner.observe(forecasts[number - in_flight], asked[number - in_flight][1])
+        forecasts.append(learner.forecast(prompt, None))
+    return forecasts
+
+
+@pytest.mark.parametrize("models", [("m",), ("a", "b", "c")])
+@pytest.mark.parametrize("in_flight", [1, 64])
+def test_intervals_hold_where_like_prompts_are_in_flight_together(in_flight, models):
+    asked = list(in_runs(3, models=models))
+    forecasts = served_late(OnlineLearner(keys_max=0), asked, in_flight)
+    late = list(zip(forecasts, asked, strict=True))[500:]
+    inside = [forecast.lengths[1] <= length <= forecast.lengths[-2] for forecast, (_, length) in late]
+    assert 0.75 < np.mean(inside) < 0.85
+
+
+def test_words_that_tell_nothing_leave_the_length_that_is_usual():
+    learner, rng = OnlineLearner(keys_max=0), random.Random(1)
+    prompts = [Prompt(" ".join(rng.sample(WORDS, 6)), "m") for _ in range(800)]
+    for prompt in prompts:
+        serve(learner, prompt, math.exp(rng.gauss(5, 1)))
+    medians = [learner.forecast(prompt, None).median for prompt in prompts[:200]]
+    assert np.std(np.log(medians)) < 0.25  # of a standard deviation of 1
+    assert np.median(medians) == pytest.approx(math.exp(5), rel=0.3)
+
+
+def test_the_first_forecasts_of_a_model_are_as_wide_as_those_of_earlier_new_models_were_wrong():
+    """Each model has its own level; the first three forecasts of each know nothing of it."""
+    learner, traffic, rng = OnlineLearner(keys_max=0), Traffic(2), random.Random(4)
+    inside = []
+    for number in range(150):
+        model, factor = f"model {number}", math.exp(rng.gauss(0, 1))
+        for answer in range(12):
+            prompt, length = traffic.ask(model=model, factor=factor)
+            forecast = serve(learner, prompt, length)
+            if number >= 50 and answer < 3:
+                inside.append(forecast.lengths[1] <= length <= forecast.lengths[-2])
+    assert 0.65 < np.mean(inside) < 0.95
+
+
+def test_a_state_of_before_keeps_its_templates_and_forgets_its_words():
+    learner, restored = OnlineLearner(), OnlineLearner()
+    for _ in range(40):
+        serve(learner, Prompt("the same words", "m"), 70)
+    state = learner.state()
+    del state["text"]["level_of_all"]
+    restored.restore(state)
+    assert restored.forecast(Prompt("the same words", "m"), None).source == "memory"
+    assert restored.forecast(Prompt("other words", "m"), None).source == "recent"
+
+
 def test_capped_answers_only_raise_forecasts():
     learner = taught()
     prompt = Prompt("word3 word4 word5", "m")
