@@ -48,11 +48,14 @@ TURN = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class KVLimits:
-    """What an engine has room for. kv_tokens : of its cache.  step_tokens : of a step.  sequences : that run at once"""
+    """What an engine has room for. kv_tokens : of its cache, in blocks of block_tokens.  step_tokens : of a step.
+    sequences : that run at once
+    """
 
     kv_tokens: int
     step_tokens: int = STEP_TOKENS
     sequences: int = SEQUENCES_MAX
+    block_tokens: int = BLOCK_TOKENS
 
 
 class _Job:
@@ -184,7 +187,7 @@ class KVEngine:
         self.info = info
         self.costs = costs
         self.limits = limits
-        self.pool = KVPool(limits.kv_tokens // BLOCK_TOKENS)
+        self.pool = KVPool(limits.kv_tokens // limits.block_tokens, limits.block_tokens)
         self.busy_s = 0.0
         self.busy_j = 0.0
         self.prompt_tokens = 0
@@ -224,7 +227,7 @@ class KVEngine:
             text = _own_text(request) if self._texts is None else self._texts[request.id]
             streams = request.id in self._streaming
             job = _Job(request.id, text, self._lengths[request.id], batch.turn or 0.0, streams)
-            if job.tokens + job.answer_tokens > self.pool.blocks * BLOCK_TOKENS:
+            if job.tokens + job.answer_tokens > self.pool.blocks * self.limits.block_tokens:
                 raise ValueError(
                     f"request {request.id} has {job.tokens + job.answer_tokens:,} tokens, more than the KV cache of "
                     f"{self.info.name}"
@@ -354,9 +357,10 @@ class KVEngine:
 
     def _blocks_for(self, decoding: list[_Job], steps: int) -> int:
         """Further blocks that the sequences need for so many steps."""
+        block_tokens = self.limits.block_tokens
         return sum(
             [
-                max(0, -(-(job.tokens + job.answered + steps - 1) // BLOCK_TOKENS) - job.blocks.blocks)
+                max(0, -(-(job.tokens + job.answered + steps - 1) // block_tokens) - job.blocks.blocks)
                 for job in decoding
                 if job.blocks is not None
             ]

@@ -1,6 +1,6 @@
 """The KV cache of a simulated engine: blocks, which texts they hold, and which of them are given away first.
 
-As in vLLM V1: a block holds BLOCK_TOKENS tokens; a full block can be used again by every sequence that begins with the
+As in vLLM V1: a block holds a few tokens; a full block can be used again by every sequence that begins with the
 same tokens; blocks that no sequence uses are free, keep their contents, and are given away in the order in which they
 became free, those of one sequence from its end.
 
@@ -26,11 +26,6 @@ Text = tuple[tuple[Hashable, int], ...]
 ODD = 0x9E3779B97F4A7C15  # spreads the numbers of blocks over all bits
 HASH_MAX = 2**63 - 1
 DEAD_MAX = 1_000  # emptied runs in the queue before it is cleaned
-
-
-def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 class _Part:
@@ -76,9 +71,12 @@ class Sequence:
     computed       tokens that are computed, or will be before another sequence starts; the caller keeps it up to date
     """
 
-    __slots__ = ("_copies", "_parts", "_sizes", "_starts", "cached_tokens", "computed")
+    __slots__ = ("_block_tokens", "_copies", "_parts", "_sizes", "_starts", "cached_tokens", "computed")
 
-    def __init__(self, parts: list[_Part], starts: list[int], sizes: list[int], cached_tokens: int) -> None:
+    def __init__(
+        self, parts: list[_Part], starts: list[int], sizes: list[int], cached_tokens: int, block_tokens: int
+    ) -> None:
+        self._block_tokens = block_tokens
         self._parts = parts
         self._starts = starts  # first block of each part
         self._sizes = sizes  # blocks of each part
@@ -92,19 +90,20 @@ class Sequence:
 
     def computed_blocks(self, place: int) -> int:
         """The first blocks of a part that are computed."""
-        return max(0, min(self._sizes[place], self.computed // BLOCK_TOKENS - self._starts[place]))
+        return max(0, min(self._sizes[place], self.computed // self._block_tokens - self._starts[place]))
 
 
 class KVPool:
     """The blocks of one engine.
 
-    blocks   in all
+    blocks   in all, of block_tokens tokens each
     free     blocks that no sequence uses; what some of them hold is cached
     evicted  blocks so far whose contents were given up
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.blocks = blocks
+        self.block_tokens = block_tokens
         self.free = blocks
         self.evicted = 0
         self._parts: dict[Hashable, _Part] = {}
@@ -114,21 +113,21 @@ class KVPool:
     def cached_tokens(self, text: Text) -> int:
         """Tokens of a text that need not be computed now: whole blocks, and never its last token."""
         found = 0
-        for key, _, size in _walk(text):
+        for key, _, size in _walk(text, self.block_tokens):
             part = self._parts.get(key)
             usable = min(size, part.computed) if part is not None else 0
             found += usable
             if usable < size:
                 break
-        last = (sum([tokens for _, tokens in text]) - 1) // BLOCK_TOKENS
-        return min(found, last) * BLOCK_TOKENS
+        last = (sum([tokens for _, tokens in text]) - 1) // self.block_tokens
+        return min(found, last) * self.block_tokens
 
     def admit(self, text: Text) -> Sequence | None:
         """Take the blocks for a whole text, with those that are cached; None: there are not enough free blocks."""
         cached_tokens = self.cached_tokens(text)
-        walk = list(_walk(text))
+        walk = list(_walk(text, self.block_tokens))
         known = [self._parts.get(key) for key, _, _ in walk]
-        cached = cached_tokens // BLOCK_TOKENS
+        cached = cached_tokens // self.block_tokens
         copies: list[int] = []  # blocks of each part that others use but this sequence cannot
         needed = 0
         for part, (_, start, size) in zip(known, walk, strict=True):
@@ -138,7 +137,8 @@ class KVPool:
         if needed > self.free:
             return None
         parts = [self._parts.setdefault(key, part or _Part(key)) for part, (key, _, _) in zip(known, walk, strict=True)]
-        sequence = Sequence(parts, [start for _, start, _ in walk], [size for *_, size in walk], cached_tokens)
+        starts, sizes = [start for _, start, _ in walk], [size for *_, size in walk]
+        sequence = Sequence(parts, starts, sizes, cached_tokens, self.block_tokens)
         for place, part in enumerate(parts):
             part.users[sequence] = place
         fresh = sum(copies) + sum([self._hold(part, size) for part, (*_, size) in zip(parts, walk, strict=True)])
@@ -148,7 +148,7 @@ class KVPool:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Take the blocks for so many tokens in all. Returns whether there were enough; if not, nothing changes."""
-        more = blocks_of(tokens) - sequence.blocks
+        more = -(-tokens // self.block_tokens) - sequence.blocks
         if more <= 0:
             return True
         if more > self.free:
@@ -256,7 +256,7 @@ def hashes(text: Text, block_tokens: int) -> tuple[int, ...]:
     return tuple(found[: sum([tokens for _, tokens in text]) // block_tokens])
 
 
-def _walk(text: Text, block_tokens: int = BLOCK_TOKENS) -> Iterator[tuple[Hashable, int, int]]:
+def _walk(text: Text, block_tokens: int) -> Iterator[tuple[Hashable, int, int]]:
     """(key, first block, blocks) of each part of a text. A block that reaches into a part belongs to that part."""
     key: Hashable = None
     tokens = start = 0
