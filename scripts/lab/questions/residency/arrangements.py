@@ -12,12 +12,13 @@ from kit.servers import Server, flags_of, front_end, running, vllm
 
 from llmserve.engines.process import free_ports
 
-DIRECT, EVENTS, BARE = "direct", "events", "bare"
+DIRECT, EVENTS, BARE, TOLD = "direct", "events", "bare", "told"
 POLICIES = ("kv_aware", "cache_aware", "round_robin")
 NAMES = {
     DIRECT: "vLLM directly",
     EVENTS: "llmserve with KV events",
     BARE: "llmserve without",
+    TOLD: "llmserve with --slots",
     **{policy: f"vllm-router {policy}" for policy in POLICIES},
 }
 BLOCK_TOKENS = 32  # the smallest of vLLM on a CPU
@@ -43,7 +44,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(python: str, name: str, slots: int, cache_blocks: int) -> AsyncIterator[Engine]:
+async def engine(
+    python: str, name: str, slots: int, cache_blocks: int, context_tokens: int = CONTEXT_TOKENS
+) -> AsyncIterator[Engine]:
     """python : an interpreter that has vLLM.  cache_blocks : of BLOCK_TOKENS tokens"""
     ports = free_ports(2)
     events, replay = [f"tcp://127.0.0.1:{port}" for port in ports]
@@ -51,23 +54,27 @@ async def engine(python: str, name: str, slots: int, cache_blocks: int) -> Async
     published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": bound, "replay_endpoint": replay}
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", str(BLOCK_TOKENS)]
     flags += ["--num-gpu-blocks-override", str(cache_blocks), "--kv-events-config", json.dumps(published)]
-    flags += ["--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT_TOKENS})]
-    async with vllm(python, name, slots, *flags, context_tokens=CONTEXT_TOKENS) as server:
+    flags += ["--hf-overrides", json.dumps({"max_position_embeddings": context_tokens})]
+    async with vllm(python, name, slots, *flags, context_tokens=context_tokens) as server:
         yield Engine(server, events, replay)
 
 
 @asynccontextmanager
-async def engines(python: str, count: int, slots: int, cache_blocks: int) -> AsyncIterator[list[Engine]]:
+async def engines(
+    python: str, count: int, slots: int, cache_blocks: int, context_tokens: int = CONTEXT_TOKENS
+) -> AsyncIterator[list[Engine]]:
     async with AsyncExitStack() as stack:
-        starting = [engine(python, f"vLLM {index}", slots, cache_blocks) for index in range(count)]
+        starting = [engine(python, f"vLLM {index}", slots, cache_blocks, context_tokens) for index in range(count)]
         yield [await stack.enter_async_context(one) for one in starting]
 
 
 @asynccontextmanager
-async def reached(arrangement: str, engines: Sequence[Engine], router: str, *further: str) -> AsyncIterator[list[str]]:
+async def reached(
+    arrangement: str, engines: Sequence[Engine], router: str, *further: str, slots: int = 0
+) -> AsyncIterator[list[str]]:
     """The URLs that take turns for the conversations of an arrangement. A server in front has learnt nothing.
 
-    further : flags of llmserve
+    further : flags of llmserve.  slots : of each engine, for TOLD
     """
     urls = [one.url for one in engines]
     if arrangement == DIRECT:
@@ -88,6 +95,8 @@ async def reached(arrangement: str, engines: Sequence[Engine], router: str, *fur
             yield [server.url]
         return
     flags = ["--log-level", "warning", *flags_of("engine", urls), *further]
+    if arrangement == TOLD:
+        flags += ["--slots", str(slots)]
     if arrangement == EVENTS:
         flags += flags_of("kv-events", [f"{one.name}={one.events},{one.replay}" for one in engines])
     async with front_end(NAMES[arrangement], *flags) as server:

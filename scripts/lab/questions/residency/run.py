@@ -9,12 +9,14 @@ The script starts vLLM servers on the CPU (the demo model, float32, prefix cachi
 
     shared  two servers, conversations of 8 turns over 20 shared prefixes. Each turn sends all turns before it. The two
             caches together hold all prefixes once and the conversations, but not the prefixes twice
-    long    one server, Poisson arrivals of chats, of which 2 % are prompts of the whole context, each another one
+    long    one server, Poisson arrivals of chats, of which 2 % are prompts of the whole context, each another one: they
+            take most of the engine's time. The first tenth of the requests is not counted, in which an llmserve that
+            has just started learns the number of slots
 
 In each round all arrangements get the same load, one after the other, and each round begins with another arrangement.
 A salt at the beginning of its prefixes keeps a pass from the blocks of the passes before. Each server in front starts
-anew for each pass, and has learnt nothing. llmserve has no flag but the engines, and the places of their KV events in
-the arrangement that has these.
+anew for each pass, and has learnt nothing. llmserve has no flag but the engines, and what the name of an arrangement
+says: the places of their KV events, or the number of their slots.
 
 The numbers of a row are medians over the rounds; ratios are taken round by round. Hits are by vLLM's own word, in the
 usage of each answer.
@@ -39,18 +41,30 @@ from kit.results import day_and_machine, in_turn, read_parts, rounded, write_jso
 from kit.rows import Row, medians, ratio, select
 from kit.tables import cells, show
 
-from questions.residency.arrangements import BARE, DIRECT, EVENTS, NAMES, POLICIES, Engine, engines, reached
+from questions.residency.arrangements import (
+    BARE,
+    BLOCK_TOKENS,
+    DIRECT,
+    EVENTS,
+    NAMES,
+    POLICIES,
+    TOLD,
+    Engine,
+    engines,
+    reached,
+)
 from questions.residency.conversations import Conversation, Shape, Told, Words, ask, conversations, converse
 from questions.vllm.engines import kept_off_the_first_core, move_engine_to_the_first_core
 from questions.vllm.loads import poisson_arrivals_s
 from questions.vllm.run import run
 
 PARTS = ("shared", "long")
-ARRANGEMENTS = {"shared": (EVENTS, BARE, *POLICIES, DIRECT), "long": (DIRECT, BARE)}
+ARRANGEMENTS = {"shared": (EVENTS, BARE, *POLICIES, DIRECT), "long": (DIRECT, BARE, TOLD)}
 LONG_SHARE = 0.02
-LONG_TOKENS = 3_900  # of a prompt of the whole context: its answer fits, too
-CHARS_PER_TOKEN = 3.2  # of the demo model's prompts, at least
+CONTEXT_TOKENS = 16_384  # in the part long; the cache has room for four such prompts
+LONG_CHARS = 56_000  # some 15,200 tokens
 SLOTS, CACHE_BLOCKS = 8, 800
+CAPACITY_CHATS = 100  # requests that the capacity is measured with
 CASE = ("arrangement", "round")
 ANSWER_S_MAX = 600.0
 COLUMNS = {
@@ -84,7 +98,7 @@ def figures(answers: Sequence[Told], seconds: float) -> dict[str, float]:
 
 
 async def shared_pass(urls: Sequence[str], load: Sequence[Conversation]) -> dict[str, float]:
-    async with client.session_of(ANSWER_S_MAX) as session:
+    async with client.session_of(ANSWER_S_MAX, connections_kept=False) as session:
         begun_s = time.perf_counter()
         answers = await client.at_their_times(
             [one.begins_s for one in load],
@@ -95,18 +109,19 @@ async def shared_pass(urls: Sequence[str], load: Sequence[Conversation]) -> dict
 
 async def long_pass(url: str, texts: Sequence[str], at_s: Sequence[float]) -> dict[str, float]:
     """The chats, and the prompts of the whole context among them: those longer than any chat."""
-    longest = CHARS_PER_TOKEN * LONG_TOKENS
-    async with client.session_of(ANSWER_S_MAX) as session:
+    async with client.session_of(ANSWER_S_MAX, connections_kept=False) as session:
 
         async def asked(index: int, due_s: float) -> Told:
-            is_long = len(texts[index]) >= longest
+            is_long = len(texts[index]) >= LONG_CHARS
             messages = [{"role": "user", "content": texts[index]}]
             answer = await ask(session, url, messages, 16 if is_long else None, due_s)
             return replace(answer, long=is_long)
 
         begun_s = time.perf_counter()
         answers = await client.at_their_times(at_s, asked)
-        return figures(answers, time.perf_counter() - begun_s)
+        seconds = time.perf_counter() - begun_s
+        whole = sum(one.tokens for one in answers) / seconds
+        return {**figures(answers[len(answers) // 10 :], seconds), "tokens_per_s": whole}
 
 
 # ---- parts --------------------------------------------------------------------------------------------------------
@@ -138,15 +153,16 @@ async def long(args: argparse.Namespace, write: Callable[[Sequence[Row]], None])
     rows: list[Row] = []
     first_core = min(os.sched_getaffinity(0))
     with kept_off_the_first_core(True):
-        async with engines(args.vllm_python, 1, SLOTS, args.cache_blocks) as (server,):
+        blocks = 4 * CONTEXT_TOKENS // BLOCK_TOKENS
+        async with engines(args.vllm_python, 1, SLOTS, blocks, CONTEXT_TOKENS) as (server,):
             move_engine_to_the_first_core(server.server, first_core)
-            rate_per_s = args.load * await capacity_per_s(server, args.chats)
+            rate_per_s = args.load * await capacity_per_s(server, CAPACITY_CHATS)
             for number in range(args.rounds):
                 at_s = poisson_arrivals_s(args.chats, rate_per_s, np.random.default_rng([args.seed, number]))
                 for arrangement in in_turn(chosen(args, "long"), number):
                     salt = 10 * number + ARRANGEMENTS["long"].index(arrangement)
                     texts = mixed(args.chats, np.random.default_rng([args.seed, number]), str(salt))
-                    async with reached(arrangement, [server], args.router) as (url,):
+                    async with reached(arrangement, [server], args.router, slots=SLOTS) as (url,):
                         found = await long_pass(url, texts, at_s.tolist())
                     rows.append(Row({"arrangement": NAMES[arrangement], "round": number}, found))
                     told(rows[-1], args.rounds)
@@ -159,18 +175,18 @@ def mixed(count: int, rng: np.random.Generator, salt: str) -> list[str]:
     words = Words(rng)
     texts = [words.prompt() for _ in range(count)]
     for place in rng.choice(np.arange(count // 10, count), round(LONG_SHARE * count), replace=False):
-        texts[int(place)] = f"{salt} {place} {words.of(int(CHARS_PER_TOKEN * LONG_TOKENS))}"
+        texts[int(place)] = f"{salt} {place} {words.of(LONG_CHARS)}"
     return texts
 
 
 async def capacity_per_s(server: Engine, count: int) -> float:
     """Requests a second of the mixture, with as many clients as slots."""
     texts, free = mixed(count, np.random.default_rng(0), "0"), asyncio.Semaphore(SLOTS)
-    async with client.session_of(ANSWER_S_MAX) as session:
+    async with client.session_of(ANSWER_S_MAX, connections_kept=False) as session:
 
         async def one(text: str) -> None:
             async with free:
-                long = len(text) >= CHARS_PER_TOKEN * LONG_TOKENS
+                long = len(text) >= LONG_CHARS
                 await ask(session, server.url, [{"role": "user", "content": text}], 16 if long else None, 0.0)
 
         begun_s = time.perf_counter()
@@ -212,10 +228,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     measures = {"shared": shared, "long": long}
     for part in args.parts:
         names = {
-            "shared": ("conversations", "prefix_chars", "begin_per_s", "answer_tokens"),
+            "shared": ("conversations", "prefix_chars", "begin_per_s", "answer_tokens", "cache_blocks"),
             "long": ("chats", "load"),
         }[part]
-        setting = {**day_and_machine(), **{name: getattr(args, name) for name in (*names, "cache_blocks", "seed")}}
+        setting = {**day_and_machine(), **{name: getattr(args, name) for name in (*names, "seed")}}
 
         def write(passes: Sequence[Row], part: str = part, setting: Mapping[str, Any] = setting) -> None:
             shown = [row.record for row in rows_of(part, passes)]
@@ -235,7 +251,7 @@ def print_report(results: Mapping[str, Any]) -> None:
             continue
         rows = [Row.of_record(record, ("arrangement",)) for record in results[part]["rows"]]
         show(f"{part}: {results[part]['rounds']} rounds", list(COLUMNS), cells(rows, COLUMNS))
-        ours = [row for row in rows if row["arrangement"] in (NAMES[EVENTS], NAMES[BARE])]
+        ours = [row for row in rows if row["arrangement"] in (NAMES[EVENTS], NAMES[BARE], NAMES[TOLD])]
         lines = [
             [row["arrangement"], other, *[f"{ratios[name]:.2f}" for name in RATIOS[part]]]
             for row in ours
@@ -256,9 +272,14 @@ def main() -> None:
     add("--prefix-chars", type=int, default=8_000, help="length of the shared prefixes (%(default)s)")
     add("--begin-per-s", type=float, default=0.7, help="conversations that begin in a second (%(default)s)")
     add("--answer-tokens", type=int, default=16, help="of each turn's answer (%(default)s)")
-    add("--chats", type=int, default=200, help="requests of a pass of the part long (%(default)s)")
+    add("--chats", type=int, default=300, help="requests of a pass of the part long (%(default)s)")
     add("--load", type=float, default=0.7, help="of the capacity, in the part long (%(default)s)")
-    add("--cache-blocks", type=int, default=CACHE_BLOCKS, help="of 32 tokens, of each server (%(default)s)")
+    add(
+        "--cache-blocks",
+        type=int,
+        default=CACHE_BLOCKS,
+        help="of 32 tokens, of a server of the part shared (%(default)s)",
+    )
     add("--seed", type=int, default=2030, help="draws texts, arrivals and pauses")
     add("--output", type=Path, help="write the results as JSON; other parts stay")
     add("--report", action="store_true", help="measure nothing: print the tables of --output")
