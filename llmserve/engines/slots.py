@@ -311,7 +311,7 @@ class SlotsLearner:
         self._advancing, self._told, self._pace = 0, None, None
         self.found = self._fixed
         if not self._fixed:
-            self._number = SLOTS_FIRST
+            self._number = max(SLOTS_FIRST, math.isqrt(self._number))  # half of the steps, if the slots are the same
         self._search()
 
     # ---- what follows ----
