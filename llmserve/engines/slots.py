@@ -19,8 +19,8 @@ number falls when requests wait although no more are in flight than the number; 
 
 While an engine loads a model, nothing that it has got by then shows anything.
 
-What an engine tells of itself comes first: a number of slots is a fact, and where an engine counts the requests that
-run and wait in it, answers only prove slots.
+What an engine tells of itself comes first: a number of slots is a fact until the engine restarts. Where an engine
+counts the requests that run and wait in it, answers only prove slots.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class SlotsLearner:
         self, slots: int = SLOTS_FIRST, *, fixed: bool = False, look_ahead: int | None = None, in_order: bool = True
     ) -> None:
         self._number, self.found = slots, fixed
+        self._known = fixed  # set, or told: only the look-ahead is learnt
         self._fixed, self._look_ahead, self._in_order = fixed, look_ahead, in_order
         self._told: tuple[int, int] | None = None  # requests that run and wait, as the engine told last
         self._running: dict[int, _Sent] = {}
@@ -173,7 +174,7 @@ class SlotsLearner:
     def _follow(self) -> None:
         """Let what is told to the scheduler follow the number, the try and the way."""
         self._counted = self._told is not None and self._number >= TOLD_AHEAD_SLOTS
-        self._ends_tell = self._in_order and not self._fixed and not self._counted
+        self._ends_tell = self._in_order and not self._known and not self._counted
         if self._look_ahead is not None:
             self._ahead = self._look_ahead
         else:
@@ -231,7 +232,7 @@ class SlotsLearner:
             self._sent_s.observe(took_s)
         if self._first_s.value is None or (asked <= self._proven and (asked == 1 or sent.at_s >= self._level.since_s)):
             self._first_s.observe(took_s)
-        if not self._fixed or self._look_ahead is None:
+        if not self._known or self._look_ahead is None:
             others_first = self._in_order and self._streams < ALL_STREAMS
             self._stream(asked, had, max(1, asked - ended) if others_first else self._advancing)
 
@@ -282,9 +283,9 @@ class SlotsLearner:
         if self._fixed:
             return
         if told.slots is not None:
-            if not self.found or told.slots != self._number:
+            if not self._known or told.slots != self._number:
+                self._known = self.found = True
                 self._set(told.slots)
-                self.found = True
             return
         if running is None or waiting is None:
             return
@@ -309,7 +310,7 @@ class SlotsLearner:
         self._loading.clear()
         self._in_flight, self._loaded_s = 0, -math.inf
         self._advancing, self._told, self._pace = 0, None, None
-        self.found = self._fixed
+        self.found = self._known = self._fixed
         if not self._fixed:
             self._number = max(SLOTS_FIRST, math.isqrt(self._number))  # half of the steps, if the slots are the same
         self._search()
@@ -320,7 +321,7 @@ class SlotsLearner:
         """A stream has begun. seen : that many ran at once for certain, itself included"""
         slots, level = self._number, self._level
         level.peak = max(level.peak, seen)
-        if self._fixed:
+        if self._known:
             self._try_streams(asked, had)
             self._next_try(asked)
         elif seen >= slots and not self.found:
@@ -356,7 +357,7 @@ class SlotsLearner:
         pays = had_mean - slots >= STEP_PAYS * (asked_mean - slots)
         if level.tests < (1 if not pays and slots < WITNESSES_MAX * 2 else max(2, tried)):
             return
-        if pays and not self._fixed:
+        if pays and not self._known:
             self._set(level.most, tried=2 * tried)
         else:
             way = (self._sent_s.value - self._freed_s.value) / (self._answer_s.value or math.inf)

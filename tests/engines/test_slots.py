@@ -353,6 +353,26 @@ def test_a_number_of_slots_that_is_told_is_a_fact() -> None:
     assert (learner.slots, learner.found) == (6, True)
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_answers_do_not_move_a_number_that_is_told(streams: bool) -> None:
+    engine = Engine(4, SlotsLearner(), streams=streams, tokens=lengths())
+    engine.answer(30)  # perhaps in the middle of a try
+    engine.learner.told(Told(slots=8))
+    for _ in range(300):
+        engine.answer(1)
+        assert engine.learner.slots == 8
+    engine.restart(2)
+    engine.answer(20)
+    assert engine.learner.slots == 2
+
+
+@pytest.mark.parametrize(("before", "first"), [(1, 2), (8, 2), (64, 8), (512, 22)])
+def test_a_search_after_a_restart_begins_at_the_root_of_the_last_number(before: int, first: int) -> None:
+    learner = SlotsLearner(before)
+    learner.restarted()
+    assert (learner.slots, learner.found) == (first, False)
+
+
 @pytest.mark.parametrize("state", [{}, {"slots": 0, "limit_reached": True}, {"slots": "8", "limit_reached": True}])
 def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no state of an engine's slots"):
