@@ -4,7 +4,7 @@
 
 The scheduler and the learner are those of the server (questions/slots/engine.py has the engine). All requests are there
 at the beginning. With known slots the look-ahead is 2. Both are measured from the 100th answer until only as many are
-left as the engine has slots; restarts and what they cost included. The learner was made with seeds from 1000 to 1499.
+left as the engine has slots; restarts and what they cost included. The learner was made with seeds from 1000 to 2999.
 """
 
 from __future__ import annotations
