@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kv_events",),
     ("tenants",),
     ("gateway",),
+    ("forecast",),
     ("planning",),
     ("machines",),
     ("jobs",),
@@ -60,7 +61,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the predictor, which all rooms may use
-PREDICTOR_USERS = ("forecasts", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
+PREDICTOR_USERS = ("forecasts", "forecast", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
 
 
 # ---- imports -------------------------------------------------------------------------------------------------------

@@ -160,18 +160,23 @@ class Forecasts:
         return _rounded(in_flight.forecast)
 
     def learn(self, in_flight: InFlightCall, output_tokens: float, taught: Taught) -> bool:
+        """As `learn_answer`, of a call in flight."""
+        return self.learn_answer(in_flight.call, in_flight.forecast, output_tokens, in_flight.measured.cut, taught)
+
+    def learn_answer(self, call: Call, own: Any, output_tokens: float, cut: bool, taught: Taught) -> bool:
         """Learn from the length of a completed answer, and record it. True when other forecasts may be revised now.
 
         An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
+        own : of the forecast.  output_tokens : of one answer.  cut : whether the answer ran into a limit
         """
-        call, most = in_flight.call, in_flight.call.bounds.output_tokens_max
+        most = call.bounds.output_tokens_max
         if call.bounds.output_tokens_min is not None and output_tokens <= call.bounds.output_tokens_min:
             return False
-        capped = in_flight.measured.cut or (most is not None and output_tokens >= most)
+        capped = cut or (most is not None and output_tokens >= most)
         learns = False
-        if self._forecaster is not None and in_flight.forecast is not None and taught != "nothing":
+        if self._forecaster is not None and own is not None and taught != "nothing":
             learns = True
-            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=taught == "words")
+            self._forecaster.observe(own, output_tokens, capped=capped, words=taught == "words")
             self.learnt += 1
         if self._record is not None and call.bounds.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)

@@ -51,12 +51,14 @@ def limits_of(config: ApiConfig) -> BodyLimits:
     return BodyLimits(**{name: getattr(config, name) for name in BodyLimits.__struct_fields__})
 
 
-def parse_call(path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = NO_HEADERS) -> Call:
+def parse_call(
+    path: str, data: bytes, limits: BodyLimits, headers: Mapping[str, str] = NO_HEADERS, sender: str = ""
+) -> Call:
     """The call of a request alone, before a server decides about it. Raises BadRequest, which names the field.
 
-    headers : the client's, with lower-case names
+    headers : the client's, with lower-case names.  sender : name of the client's key
     """
-    draft = Draft(ENDPOINTS[path], headers, body=data)
+    draft = Draft(ENDPOINTS[path], headers, body=data, key=sender)
     read_request(draft, limits)
     return draft.call()
 
