@@ -14,6 +14,8 @@ MISSED_MAX = 0.05  # share of deadlines
 FALLBACKS_MAX = 0.05  # share of forecasts
 LONG_PROMPT_TOKENS = 1_000  # mean of an engine whose cache is worth a word
 EXPECTED_LEAST, FOUND_LEAST = 0.2, 0.5  # expected hits, as a share of prompts; hits, as a share of the expected ones
+CONTINUED_LEAST = 0.02  # share of requests of programs that go on from an earlier one
+LATE_RETURNS_MAX = 0.5  # share of returns from tool calls
 PACE_MOST = 1.5  # measured over profiled times, or the other way round
 AT_ONCE_S, AT_ONCE_SHARE = "0.01", 0.95
 LATE_S, LATE_SHARE = "1.0", 0.2
@@ -61,7 +63,7 @@ CUTS = {
 def findings(scrape: Scrape, seconds: float) -> list[Finding]:
     """All findings. seconds : in which what grows has grown"""
     checks: tuple[Callable[[Scrape], Iterator[Finding]], ...] = (
-        *(engines_down, open_circuits, faults, slots, paces, caches),
+        *(engines_down, open_circuits, faults, slots, paces, caches, programs),
         *(forecasts, order, refusals, cuts, deadlines, state),
     )
     found = [finding for check in checks for finding in check(scrape)]
@@ -179,6 +181,49 @@ def caches(scrape: Scrape) -> Iterator[Finding]:
                 "Prefix caching may be off (vLLM: --enable-prefix-caching), or the cache too small for the prompts in "
                 "use: give it more memory, or lower --slots.",
             )
+
+
+def programs(scrape: Scrape) -> Iterator[Finding]:
+    asked, source = "llmserve_program_requests_total", "first"
+    requests, first = scrape.sum(asked), scrape.sum(asked, source=source)
+    yes, prompts = (scrape.sum("llmserve_prompt_tokens_total", **of) for of in ({"cached": "yes"}, {}))
+    if first >= FEW and first > (1.0 - CONTINUED_LEAST) * requests and yes < FOUND_LEAST * prompts:
+        yield Finding(
+            "note",
+            "programs_not_seen",
+            f"{first:,.0f} requests with tools or ids each began a program, and hardly any went on from another.",
+            "If they are steps of agents, let these send the header x-llmserve-session, the same for all of a session.",
+        )
+    memories = scrape.by("llmserve_engine_memory_tokens", "engine")
+    for engine in scrape.by("llmserve_engine_kept_programs", "engine"):
+        if engine not in memories:
+            yield Finding(
+                "note",
+                "memory_not_told",
+                f"Engine {_named(scrape, engine)} does not tell how many tokens its cache holds, so turns of agents "
+                "are not admitted by memory.",
+                "Let the front-end read the engine's /metrics (vLLM) or /get_server_info (SGLang).",
+            )
+    for engine, count in scrape.by("llmserve_engine_oversized_programs_total", "engine").items():
+        if count:
+            yield Finding(
+                "slow",
+                "program_above_memory",
+                f"{count:,.0f} times a single program took nine tenths of the cache of engine {_named(scrape, engine)} "
+                f"or more ({memories.get(engine, 0.0):,.0f} tokens): nothing else runs beside it.",
+                "Give the engine more memory, or let the agents summarise their context earlier.",
+            )
+    returns = scrape.by("llmserve_program_returns_total", "kept")
+    late = returns.get("late", 0.0)
+    if late >= FEW and late > LATE_RETURNS_MAX * sum(returns.values()):
+        yield Finding(
+            "note",
+            "programs_return_late",
+            f"{late / sum(returns.values()):.0%} of the returns from tool calls came when the program's tokens were no "
+            "longer kept: their contexts may have to be computed again.",
+            "The tools take longer than the memory is worth. An engine that moves what it drops to the host's memory "
+            "(LMCache, vLLM's --kv-offloading-size) makes late returns cheap.",
+        )
 
 
 # ---- forecasts and order ----

@@ -6,6 +6,7 @@ energy         : energy of the engines in joules
 key_usage      : what each key uses of each model
 metrics        : the text of /metrics: counts that follow the journal's steps, and numbers that are read at a scrape
 part           : what is measured and told of a server
+programs_seen  : the programs that run, wait, or are held over a tool call
 readings       : what metrics are read from at a scrape
 request_counts : counts of requests by the journal: arrivals, starts, ends, and how long they took
 run_counts     : counts by model and engine

@@ -14,6 +14,7 @@ from llmserve.observe.counters import Rows
 from llmserve.observe.energy import EnergyMeter
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.messages import DispatchSolved
+from llmserve.scheduling.programs.programs import Programs
 from llmserve.scheduling.trust import Accuracy
 
 BINS_MIN = 8  # least number of bins for which accuracy is computed, even if fewer bins are in use
@@ -84,8 +85,17 @@ class SchedulerReading:
 
     def kept(self, place: int) -> Rows:
         """What engines keep for programs, while programs come. place : in Programs.kept"""
-        programs = self._cluster.scheduler.group.programs
+        programs = self.of_programs
         return [((name,), programs.kept(name)[place]) for name, _ in self._engines] if programs.seen else []
+
+    def memories(self) -> Rows:
+        """Tokens of the caches of engines that tell them."""
+        sizes = [(name, engine.info.tokens_max) for name, engine in self._engines]
+        return [((name,), tokens) for name, tokens in sizes if tokens is not None]
+
+    @property
+    def of_programs(self) -> Programs:
+        return self._cluster.scheduler.group.programs
 
     def of_probed(self, value: Callable[[EngineHandle], float]) -> Rows:
         """Of engines that have answered a probe."""

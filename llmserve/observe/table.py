@@ -249,6 +249,26 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         lambda now: now.kept(1),
         "engine",
     ),
+    _read(
+        "engine_memory_tokens",
+        "Tokens that the engine's cache holds, as far as the engine tells",
+        lambda now: now.memories(),
+        "engine",
+    ),
+    _read(
+        "engine_oversized_programs",
+        "Requests of programs that took more than nine tenths of the engine's cache, alone",
+        lambda now: counts(now.of_programs.alone),
+        "engine",
+        kind="counter",
+    ),
+    _read(
+        "program_returns",
+        "Returns of programs from tool calls: in_time, while an engine kept their tokens, or late",
+        lambda now: counts(now.of_programs.returns),
+        "kept",
+        kind="counter",
+    ),
     _read("engines_wanted", "Engines that the model's requests need, by forecasts", SchedulerReading.wanted, "model"),
     _read(
         "prediction_trusted",

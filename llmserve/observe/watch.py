@@ -18,12 +18,14 @@ from llmserve.calls.in_flight import InFlightCall
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.handle import EngineHandle
 from llmserve.live.journal import Step
+from llmserve.observe.programs_seen import ProgramsSeen, programs_seen
 from llmserve.scheduling.messages import FailRequest, RequestArrived, RequestEnded
 from llmserve.settings.policies import order_settings
 
 ENGINES_MAX = 100  # of a snapshot
 NAMES_MAX = 50  # of models, and of shares
 RUNNING_MAX = 200
+PROGRAMS_MAX = 200
 ENDED_MAX = 200
 LATENCIES_MAX = 4_096  # of a second, for its quantiles
 
@@ -34,6 +36,8 @@ class EngineSeen(msgspec.Struct, frozen=True):
     kind     "" before it was up
     circuit  whether the circuit breaker is closed
     prompt_tokens, cached_tokens  of the answers since the snapshot before, as far as the engine tells both
+    tokens_max     that its cache holds; None: unknown
+    ledger_tokens  of it that requests and programs in a tool call have
     """
 
     name: str
@@ -45,6 +49,8 @@ class EngineSeen(msgspec.Struct, frozen=True):
     models: list[str]
     prompt_tokens: int
     cached_tokens: int
+    tokens_max: int | None
+    ledger_tokens: int
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -97,6 +103,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     engines_in_all, running  how many there are; the lists may have fewer
     models, shares who waits, the most first
     requests       the ended ones first
+    programs       those that are present
     jobs           None: the server has no place for batches
     """
 
@@ -119,6 +126,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     models: list[Waiting]
     shares: list[Waiting]
     requests: list[RequestSeen]
+    programs: ProgramsSeen
     jobs: JobsSeen | None
 
 
@@ -219,6 +227,7 @@ class Watch:
             models=models,
             shares=shares,
             requests=[*self._requests, *running[:RUNNING_MAX]],
+            programs=programs_seen(cluster, PROGRAMS_MAX),
             jobs=jobs,
         )
         self._clear()
@@ -239,6 +248,8 @@ class Watch:
             list(handle.models)[:10],
             self._prompt_tokens[name],
             self._cached_tokens[name],
+            handle.info.tokens_max,
+            self._cluster.scheduler.group.programs.kept(name)[1],
         )
 
     def _waiting(self) -> tuple[list[Waiting], list[Waiting]]:

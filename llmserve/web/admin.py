@@ -19,9 +19,11 @@ from llmserve.live.cluster import LiveCluster
 from llmserve.live.engine_state import EngineEvent, refusal
 from llmserve.live.handle import EngineHandle
 from llmserve.machines.peers import Peers, ToServer
+from llmserve.observe.programs_seen import programs_seen
 from llmserve.tenants.guards import Guard
 from llmserve.tenants.limits import KeyLimits
 
+PROGRAMS_MAX = 1000  # of the answer of /admin/queue
 ORDERS = {"drain": EngineEvent.DRAIN, "resume": EngineEvent.RESUME, "restart": EngineEvent.RESTART}
 
 
@@ -57,8 +59,17 @@ class AdminEndpoints:
         return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
 
     async def list_waiting(self) -> Response:
-        """The requests that wait, in the order in which they would start."""
-        return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.estimator.rows()})
+        """The requests that wait, in the order in which they would start; and the programs that are present."""
+        cluster = self._cluster
+        programs = programs_seen(cluster, PROGRAMS_MAX)
+        return json_response(
+            {
+                "waiting": cluster.scheduler.waiting,
+                "queues": cluster.estimator.rows(),
+                "program_counts": programs.counts,
+                "programs": programs.programs,
+            }
+        )
 
     async def engine_action(self, request: Request) -> Response:
         """Drain, resume or restart an engine. A restart is still in progress at the answer: see the list of engines."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from batch_client import client_of, create, ended, jsonl, request
 from front import StartFront
 from playwright.async_api import Browser, Page, async_playwright, expect
+from tool_engine import ToolEngine, turn
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.settings.tree import ServerConfig
@@ -137,6 +139,34 @@ async def test_batch_jobs_are_summed_by_status(start_front: StartFront, browser:
         assert done.status == "completed"
         await expect(page.locator("#jobs tr")).to_have_text(["completed1", "cancelled1"], timeout=WAIT_MS)
         await expect(page.locator("#jobs-note")).to_contain_text("0 lines wait", timeout=WAIT_MS)
+        assert troubles == []
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+async def test_programs_are_a_timeline_also_with_hundreds_and_on_a_phone(
+    start_front: StartFront, browser: Browser, width: int
+) -> None:
+    """Half of the programs run or are held; the others wait for room in the engine's cache."""
+    async with ToolEngine(step_s=0.05, slots=400, tokens_max=30_000) as engine:
+        front = await start_front(engine, slots=400)
+        page, _, troubles = await opened(browser, front.url, viewport={"width": width, "height": 800})
+        await expect(page.locator("#state")).to_contain_text("1 of 1 engines ready", timeout=WAIT_MS)
+        await expect(page.locator("#programs-panel")).to_be_hidden()
+        await turn(front, "first", 2)
+        agents = [
+            asyncio.create_task(turn(front, f"s{number}", 40, tool_s=0.1 * (number % 20), words=250, tokens=40))
+            for number in range(250)
+        ]
+        note = page.locator("#programs-note")
+        await expect(note).to_have_text(re.compile(r"[1-9]\d* run, [1-9]\d* held, [1-9]\d* wait now"), timeout=WAIT_MS)
+        await expect(note).to_contain_text("are not shown")
+        await page.locator("#programs-panel summary").click()
+        await expect(page.locator("#program-list tbody tr").first).to_contain_text("s")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        await expect(page.locator("#engines tbody")).to_contain_text("% of 30,000")
+        for agent in agents:
+            agent.cancel()
+        await asyncio.gather(*agents, return_exceptions=True)
         assert troubles == []
 
 

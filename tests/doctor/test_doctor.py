@@ -78,6 +78,9 @@ def test_a_healthy_server_has_no_finding() -> None:
         ('llmserve_rejections_total{reason="queue_full"} 30', "wrong", "refused_queue_full"),
         ('llmserve_rejections_total{reason="tokens_per_minute"} 300', "note", "refused_tokens_per_minute"),
         ('llmserve_connections_cut_total{reason="stalled"} 3', "note", "cut_stalled"),
+        ('llmserve_engine_kept_programs{engine="a"} 0', "note", "memory_not_told"),
+        ('llmserve_engine_oversized_programs_total{engine="a"} 3', "slow", "program_above_memory"),
+        ('llmserve_program_returns_total{kept="late"} 80', "note", "programs_return_late"),
         ("llmserve_state_failures_total 1", "wrong", "state_not_saved"),
         ("process_cpu_seconds_total 90", "slow", "front_end_busy"),
         ("process_open_fds 900", "wrong", "files_run_out"),
@@ -105,6 +108,31 @@ def test_expected_hits_that_do_not_come_are_slow() -> None:
     (found,) = findings(*told, EXPECTED % 600_000)
     assert (found.level, found.code) == ("slow", "prompts_computed_again")
     assert findings(*told, EXPECTED % 150_000) == [], "what is expected comes, more or less"
+
+
+def test_requests_with_tools_that_never_go_on_lack_an_id() -> None:
+    first, more = (
+        'llmserve_program_requests_total{source="first"} 500',
+        'llmserve_program_requests_total{source="answer"}',
+    )
+    computed, cached = PROMPTS % ("no", 500_000), PROMPTS % ("yes", 900_000)
+    (found,) = findings(first, computed)
+    assert (found.level, found.code) == ("note", "programs_not_seen")
+    assert findings(first, f"{more} 900", computed) == []
+    assert findings(first, computed, cached) == [], "their prompts are found in the cache"
+
+
+def test_programs_that_return_in_time_or_fit_have_no_finding() -> None:
+    assert (
+        findings(
+            'llmserve_engine_kept_programs{engine="a"} 7',
+            'llmserve_engine_memory_tokens{engine="a"} 100000',
+            'llmserve_engine_oversized_programs_total{engine="a"} 0',
+            'llmserve_program_returns_total{kept="late"} 80',
+            'llmserve_program_returns_total{kept="in_time"} 800',
+        )
+        == []
+    )
 
 
 def test_requests_that_wait_first_come_first_served_could_be_ordered() -> None:

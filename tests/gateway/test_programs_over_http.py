@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ from gateway.agent_turns import Turn
 from gateway.claude_conversation import CLAUDE
 from gateway.codex_conversation import CODEX
 from gateway.test_agents import playing
+from tool_engine import ToolEngine, turn
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live.journal import read, replay
 from llmserve.observe.scrape import Scrape
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
+from llmserve.scheduling.programs import tools
 from llmserve.server.serving import serving
 from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
+
+HOLD_S = 1000.0
 
 
 @pytest.mark.parametrize(
@@ -138,3 +143,37 @@ async def test_gateways_of_the_same_groups_give_a_session_one_id(start_front: St
     arrived = [step.event.request for step in group.cluster.journal.steps if isinstance(step.event, RequestArrived)]
     assert [f"{request.program:012x}" for request in arrived] == programs
     assert len(set(programs)) == 1
+
+
+async def test_who_runs_is_held_and_waits_is_listed_for_the_operator(
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool of `a` takes longer than the test; `b` runs in the rest of the cache, and `c` waits for room."""
+    monkeypatch.setattr(tools, "UNKNOWN_S", HOLD_S)
+    (tmp_path / "admin").write_text("ops: sk-admin\n")
+    (tmp_path / "admin").chmod(0o600)
+    server = ServerConfig(port=0, admin_key_file=str(tmp_path / "admin"))
+    async with ToolEngine(step_s=0.05, slots=8, tokens_max=2_000) as engine:
+        front = await start_front(engine, server=server)
+        await turn(front, "warm", 2)
+        asking = [asyncio.create_task(turn(front, "a", 2, tool_s=1000.0, words=800))]
+        programs = front.cluster.scheduler.group.programs
+        await until(lambda: bool(programs.held()))
+        asking.append(asyncio.create_task(turn(front, "b", 1, words=100, tokens=300)))
+        await until(lambda: any(queued.run for queued in front.cluster.scheduler.requests.values()))
+        asking.append(asyncio.create_task(turn(front, "c", 1, words=1200)))
+        await until(lambda: front.cluster.scheduler.waiting == 1)
+        headers = {"authorization": "Bearer sk-admin"}
+        async with front.session.get(f"{front.url}/admin/queue", headers=headers) as response:
+            told = await response.json()
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    states = {row["state"]: row for row in told["programs"]}
+    assert told["program_counts"] == {"running": 1, "held": 1, "waiting": 1}
+    assert len({row["program"] for row in told["programs"]}) == 3
+    assert states["held"]["tools"] == ["edit"]
+    assert states["held"]["step"] == 1
+    assert 0.0 < states["held"]["over_s"] <= HOLD_S
+    assert states["held"]["engine"] == states["running"]["engine"] != states["waiting"]["engine"] == ""
+    assert states["waiting"]["tokens"] > states["running"]["tokens"]

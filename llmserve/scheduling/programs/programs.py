@@ -24,7 +24,7 @@ are in the ledger while they run; they start beside what is kept, and are stoppe
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,7 +33,7 @@ import msgspec
 from llmserve.request import Request
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.programs.kinds import NOTHING, Kinds, LearntKinds
-from llmserve.scheduling.programs.ledger import Ledger
+from llmserve.scheduling.programs.ledger import Holding, Ledger
 from llmserve.scheduling.programs.tools import LearntTool, Tools
 from llmserve.scheduling.programs.turn import PATIENCE, Pace, Program, Turn
 from llmserve.scheduling.queues.waiting import QueuedRequest
@@ -73,6 +73,9 @@ class Programs:
     patience  see the module
     room      share of an engine's cache that is filled
     learnt    before the start
+
+    returns   of programs from tool calls: how many came while their tokens were kept, and how many later
+    alone     by engine: programs that started there above its room, because nothing else ran
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Programs:
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._ledgers: dict[str, Ledger] = {}  # by engine
         self._lacks: dict[EngineState, float] = {}
+        self.returns, self.alone = Counter[str](), Counter[str]()
 
     @property
     def seen(self) -> bool:
@@ -152,6 +156,8 @@ class Programs:
         if goes_on:
             if program.tools:
                 self.tools.returned(program.tools, now_s - program.ended_s)
+                if (ledger := self._ledgers.get(program.engine)) is not None:
+                    self.returns["in_time" if ledger.is_kept(request.program) else "late"] += 1
                 program.tools = ()
             program.step = max(program.step + 1, request.step)
         else:
@@ -174,6 +180,12 @@ class Programs:
                 before.drop(turn.holder)
             program.engine = name
         ledger.run(turn.holder, request.blocks, *_rest(queued))
+        if (
+            program is not None
+            and len(ledger) == 1
+            and ledger.tokens > self._room * (engine.info.tokens_max or math.inf)
+        ):
+            self.alone[name] += 1
 
     def left(self, queued: QueuedRequest, engine: str) -> None:
         """A run has ended for nothing: the request waits again, has failed, or its client has gone."""
@@ -233,6 +245,16 @@ class Programs:
         """The programs in a tool call for which an engine keeps tokens; and the tokens of its ledger."""
         ledger = self._ledgers.get(engine)
         return (sum([not holding.runs for _, holding in ledger]), ledger.tokens) if ledger is not None else (0, 0)
+
+    def held(self) -> list[tuple[int, Program, Holding]]:
+        """The programs for which an engine keeps tokens over a tool call, those whose answers ended first before."""
+        held = [
+            (holder, self._programs[holder], holding)
+            for ledger in self._ledgers.values()
+            for holder, holding in ledger
+            if not holding.runs and holder in self._programs
+        ]
+        return sorted(held, key=lambda entry: (entry[2].ended_s, entry[0]))
 
     def keeps(self, request: Request) -> bool:
         """Whether an engine keeps tokens for the request's program."""

@@ -2,13 +2,15 @@
 
 import { bars, dots, lines, shown } from "./charts.js";
 
-const HISTORY_S = 300, TIMELINE_S = 60, LANES_MAX = 64, DOTS_MAX = 1000, AGAIN_S = 2;
+const HISTORY_S = 300, TIMELINE_S = 60, LANES_MAX = 64, PROGRAM_ROWS_MAX = 200, LEDGERS_MAX = 8, DOTS_MAX = 1000, AGAIN_S = 2;
 const $ = (id) => document.getElementById(id);
 
 const history = { tokens: [], median: [], high: [], running: [], waiting: [] };
 const requests = new Map(); // id -> its last report, with its lane
 const occupied = new Map(); // engine -> [share of its slots, ...], one a second
 const prompts = new Map(); // engine -> [[tokens of prompts, those of them in its cache], ...], one a second
+const programs = new Map(); // program -> { step, spans: [[from, to, state], ...] }, in the order in which they came
+const ledgers = new Map(); // engine -> [share of its cache that is taken, ...], one a second
 const points = []; // [forecast, real]
 let last = null;
 
@@ -70,7 +72,7 @@ function state(text, bad) {
 
 function show(now) {
   const restarted = last !== null && now.now_s < last.now_s;
-  if (restarted) { requests.clear(); occupied.clear(); prompts.clear(); last = null; }
+  if (restarted) { requests.clear(); occupied.clear(); prompts.clear(); programs.clear(); ledgers.clear(); last = null; }
   const passed = Math.max(0.2, now.now_s - now.since_s);
   push(history.tokens, now.tokens / passed);
   push(history.median, now.latency_s ? now.latency_s[0] : null);
@@ -82,9 +84,12 @@ function show(now) {
     push(occupied.get(engine.name), engine.slots ? Math.min(1, engine.running / engine.slots) : 0, TIMELINE_S);
     if (!prompts.has(engine.name)) prompts.set(engine.name, []);
     push(prompts.get(engine.name), [engine.prompt_tokens, engine.cached_tokens], TIMELINE_S);
+    if (!ledgers.has(engine.name)) ledgers.set(engine.name, []);
+    push(ledgers.get(engine.name), engine.tokens_max ? Math.min(1, engine.ledger_tokens / engine.tokens_max) : 0, TIMELINE_S);
   }
   now.requests.forEach((request) => note(request));
   forget(now);
+  notePrograms(now);
   tiles(now, passed);
   tables(now);
   jobs(now);
@@ -128,6 +133,21 @@ function forget(now) {
   }
 }
 
+// Remembers since when each program has been in its state, and drops those that have left the picture.
+function notePrograms(now) {
+  for (const seen of now.programs.programs) {
+    if (!programs.has(seen.program)) programs.set(seen.program, { spans: [] });
+    const known = programs.get(seen.program), span = known.spans.at(-1), from = now.now_s - seen.since_s;
+    known.step = seen.step;
+    if (span && span[2] === seen.state && from < span[1] + 0.001) span[1] = now.now_s;
+    else known.spans.push([Math.max(from, span?.[1] ?? from), now.now_s, seen.state]);
+  }
+  for (const [program, known] of programs) {
+    known.spans = known.spans.filter(([, to]) => to > now.now_s - TIMELINE_S);
+    if (!known.spans.length) programs.delete(program);
+  }
+}
+
 function tiles(now, passed) {
   const refused = Object.values(now.refused).reduce((sum, count) => sum + count, 0);
   const watts = last && now.joules !== null && last.joules !== null ? (now.joules - last.joules) / (now.now_s - last.now_s) : null;
@@ -161,7 +181,7 @@ function tables(now) {
     const condition = element("td", engine.circuit ? engine.state : `${engine.state}, fails requests`);
     if (engine.state !== "ready" || !engine.circuit) condition.className = "bad";
     const more = engine.models.length === 10 ? " …" : "";
-    return element("tr", element("td", engine.name), element("td", engine.kind), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", hits(engine.name)), element("td", engine.models.join(", ") + more));
+    return element("tr", element("td", engine.name), element("td", engine.kind), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", hits(engine.name)), element("td", memory(engine)), element("td", engine.models.join(", ") + more));
   });
   if (now.engines_in_all > now.engines.length) rows.push(element("tr", element("td", `… and ${now.engines_in_all - now.engines.length} more`)));
   $("engines").tBodies[0].replaceChildren(...rows);
@@ -169,6 +189,10 @@ function tables(now) {
     const lines = waiting.map((entry) => element("tr", element("td", entry.name || nobody), number(entry.requests)));
     $(id).tBodies[0].replaceChildren(...(lines.length ? lines : [element("tr", element("td", "nobody"))]));
   }
+}
+
+function memory({ tokens_max, ledger_tokens }) {
+  return tokens_max && ledger_tokens ? `${Math.round(100 * ledger_tokens / tokens_max)} % of ${tokens_max.toLocaleString("en")}` : "–";
 }
 
 // The share of its prompts that an engine had in its cache, as far as it tells.
@@ -204,6 +228,7 @@ function draw(now) {
   describe("requests", `${now.running} running, ${now.waiting} waiting now`);
   describe("forecast", `${points.length} answers`);
   timeline(now);
+  programTimeline(now);
 }
 
 function describe(id, text) {
@@ -218,6 +243,34 @@ function timeline(now) {
   $("timeline").style.height = `${Math.min(640, Math.max(120, 24 + rows.length * (single ? 11 : 14)))}px`;
   bars($("timeline"), rows, TIMELINE_S, true);
   describe("timeline", `${now.running} requests on ${now.engines.length} engines`);
+}
+
+const SHADES = { running: "third", held: "first", waiting: "second" };
+
+function programTimeline(now) {
+  const { running = 0, held = 0, waiting = 0 } = now.programs.counts;
+  $("programs-panel").hidden = !programs.size;
+  if (!programs.size) return;
+  const counts = `${running} run, ${held} held, ${waiting} wait now`;
+  const present = new Set(now.programs.programs.map((seen) => seen.program));
+  const chosen = [...programs].sort(([one], [other]) => present.has(other) - present.has(one)).slice(0, PROGRAM_ROWS_MAX);
+  const memories = [...ledgers].filter(([, values]) => values.some((value) => value > 0)).slice(0, LEDGERS_MAX);
+  const rows = chosen.map(([program, { step, spans }]) => [
+    `${program.slice(0, 6)} step ${step}`, spans.map(([from, to, state]) => [now.now_s - from, now.now_s - to, SHADES[state], 1]),
+  ]);
+  const hidden = running + held + waiting - Math.min(present.size, PROGRAM_ROWS_MAX);
+  $("programs-note").textContent = counts + (hidden > 0 ? `, of which ${hidden} are not shown` : "") + (memories.length ? "; grey: the memory that they take of each engine" : "");
+  $("programs").style.height = `${Math.min(640, Math.max(60, 24 + rows.length * 13))}px`;
+  bars($("programs"), rows, TIMELINE_S, true);
+  $("ledgers").hidden = !memories.length;
+  $("ledgers").style.height = `${24 + memories.length * 28}px`;
+  if (memories.length) bars($("ledgers"), memories.map(([name, values]) => [name, spansOf(values, "faint")]), TIMELINE_S, true);
+  describe("ledgers", memories.map(([name, values]) => `${name}: ${Math.round(100 * values.at(-1))} % of its memory`).join(", "));
+  describe("programs", counts);
+  $("program-list").tBodies[0].replaceChildren(...now.programs.programs.map((seen) => element(
+    "tr", element("td", seen.program.slice(0, 6)), number(seen.step), element("td", seen.state), element("td", `${shown(seen.since_s)} s`), element("td", seen.engine),
+    number(seen.tokens), element("td", seen.tools.join(", ")), element("td", seen.starts_s === null ? "" : `${shown(seen.starts_s)} s`),
+  )));
 }
 
 function lanesOf(now) {
@@ -236,8 +289,12 @@ function lanesOf(now) {
 }
 
 function shares(name) {
-  const values = occupied.get(name) ?? [];
-  return values.map((value, index) => [values.length - index, values.length - index - 1, "first", value]).filter(([, , , high]) => high > 0);
+  return spansOf(occupied.get(name) ?? [], "first");
+}
+
+// One value a second, as bars of that height.
+function spansOf(values, shade) {
+  return values.map((value, index) => [values.length - index, values.length - index - 1, shade, value]).filter(([, , , high]) => high > 0);
 }
 
 // ---- a chat ----
