@@ -1,9 +1,10 @@
 """Forecasts for the requests of a template or application, from its own recent lengths.
 
-A request has a chain of keys, coarse to fine: its model; its application (system prompt and stop strings); the first 32
-characters, the first 128, and the whole of its text. Each key remembers its last lengths, the scores of its own
-forecasts, and the scores of the standing forecasts: the forecasts without this key. From coarse to fine, a key with a
-clearly better score takes over. So a key overrules a predictor only where the predictor was worse.
+A request has a chain of keys, coarse to fine: its model; its application (system prompt, stop strings, and what else
+shapes the answer, such as how much the model is to think); the first 32 characters, the first 128, and the whole of its
+text. Each key remembers its last lengths, the scores of its own forecasts, and the scores of the standing forecasts: the
+forecasts without this key. From coarse to fine, a key with a clearly better score takes over. So a key overrules a
+predictor only where the predictor was worse.
 
 An answer teaches the key whose forecast stands, and the finer keys. The coarser keys, and the predictor's correction,
 learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that
@@ -408,8 +409,9 @@ def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[b
     application = kind.copy()
     if not shared:
         application.update(b"sender " + prompt.sender.encode("utf-8", "backslashreplace") + b"\0")
-    if prompt.system or prompt.stop:
-        application.update(repr(prompt.stop).encode("utf-8", "backslashreplace") + b"\0")
+    if prompt.system or prompt.stop or prompt.shaping:
+        told = f"{prompt.stop!r}{prompt.shaping!r}" if prompt.shaping else repr(prompt.stop)
+        application.update(told.encode("utf-8", "backslashreplace") + b"\0")
         application.update(_ends(prompt.system))
         keys.append(application.digest())
     text = prompt.text

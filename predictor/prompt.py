@@ -15,6 +15,7 @@ class Prompt(msgspec.Struct, frozen=True):
     format              kind of the structured output, such as "json_schema"; "" for plain text
     output_tokens_max   the request's max_tokens
     sender              name of the client's API key; "" when unknown: who teaches the length
+    shaping             further settings that shape the answer, such as "effort high" or "tool_choice required"
     """
 
     text: str
@@ -26,3 +27,4 @@ class Prompt(msgspec.Struct, frozen=True):
     format: str = ""
     output_tokens_max: int | None = None
     sender: str = ""
+    shaping: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
 """A prompt as hashed features, for a linear model that learns while serving.
 
 The features are the words of the text, pairs of words, the text's first and last words, its length and form, and the
-facts beside the text: model, system prompt, history, stop strings, tools, format and max_tokens. The words are features
-once for all models and once for the prompt's own model, so that models share what they have in common.
+facts beside the text: model, system prompt, history, stop strings, tools, format, further settings and max_tokens. The
+words are features once for all models and once for the prompt's own model, so that models share what they have in
+common.
 
 Each word is hashed with a secret key (BLAKE2b), so the indices do not reveal the words without the key. Long texts keep
 their two ends, so that the work per prompt is bounded.
@@ -29,7 +30,7 @@ BITS = 18
 WORDS_MAX = 64
 SYSTEM_WORDS_MAX = 32
 NAME_CHARACTERS = 100
-NUMBERS_MAX = 8
+NUMBERS_MAX, SHAPING_MAX = 8, 8
 AMOUNT, CHARACTERS = 0.15, 0.4
 """The value of a number that is twice as large, and of a text twice as long."""
 CHARACTERS_USUAL = 7.0
@@ -254,6 +255,7 @@ def _facts(prompt: Prompt) -> list[str]:
         facts.append(f"tools {int(math.log2(prompt.tools))}")
     if prompt.format:
         facts.append(f"format {prompt.format[:NAME_CHARACTERS]}")
+    facts += [setting[:NAME_CHARACTERS] for setting in prompt.shaping[:SHAPING_MAX]]
     if prompt.output_tokens_max:
         facts.append(f"most {int(2 * math.log2(prompt.output_tokens_max))}")
     return facts

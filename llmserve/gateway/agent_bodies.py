@@ -22,6 +22,7 @@ from llmserve.gateway.bodies import (
     text_or_none,
     value_or_none,
 )
+from llmserve.gateway.shaping import settings_of
 from llmserve.wire.json_text import Scalar
 
 Turns = list[tuple[str, str]]
@@ -124,6 +125,12 @@ class ResponseBody(Levelled, OneAnswer, kw_only=True):
     previous_response_id: str | None = None
     text: Raw = Raw()
     tools: Raw = Raw()
+    reasoning: Raw = Raw()
+    tool_choice: Raw = Raw()
+
+    @property
+    def shaping(self) -> tuple[str, ...]:
+        return settings_of({"thinking": self.reasoning, "tool_choice": self.tool_choice})
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -184,6 +191,14 @@ class MessagesBody(Asked, OneAnswer, kw_only=True):
     system: Raw = Raw()
     stop_sequences: Raw = Raw()
     tools: Raw = Raw()
+    thinking: Raw = Raw()
+    output_config: Raw = Raw()
+    tool_choice: Raw = Raw()
+
+    @property
+    def shaping(self) -> tuple[str, ...]:
+        fields = {"thinking": self.thinking, "output": self.output_config, "tool_choice": self.tool_choice}
+        return settings_of(fields)
 
     @property
     def rules(self) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from llmserve.errors import BadRequest
+from llmserve.gateway.shaping import settings_of
 from llmserve.programs.sources import FIELDS
 from llmserve.settings.load import flag_of
 from llmserve.wire.json_text import NESTING_MAX, Scalar, count_of, fault_of, is_too_deep, readable_numbers, truth_of
@@ -238,6 +239,25 @@ class ChatBody(Body, kw_only=True):
     max_completion_tokens: Scalar = None
     tools: Raw = Raw()
     response_format: Raw = Raw()
+    reasoning_effort: Raw = Raw()
+    reasoning: Raw = Raw()  # of OpenRouter
+    thinking: Raw = Raw()  # of DeepSeek
+    tool_choice: Raw = Raw()
+    chat_template_kwargs: Raw = Raw()
+
+    @property
+    def shaping(self) -> tuple[str, ...]:
+        """See shaping.py."""
+        effort, budget, choice, template = (
+            self.reasoning_effort,
+            self.reasoning or self.thinking,
+            self.tool_choice,
+            self.chat_template_kwargs,
+        )
+        if not (effort or budget or choice or template):
+            return ()
+        fields = {"effort": effort, "thinking": budget, "tool_choice": choice, "template": template}
+        return settings_of(fields)
 
     @property
     def output_tokens_max(self) -> int | None:

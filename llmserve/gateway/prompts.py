@@ -92,6 +92,9 @@ def _read_turns(
     if not roles:
         prompt = Prompt("", model, stop=stops, tools=tools, format=format, output_tokens_max=output_tokens_max)
         return ReadPrompt(prompt, (), 0)
+    shaping, things = body.shaping, sum(map(len, media))
+    if things:
+        shaping = (*shaping, f"media {things.bit_length()}")
     question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
     text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
     chars = sum(map(len, texts))
@@ -104,6 +107,7 @@ def _read_turns(
         tools=tools,
         format=format,
         output_tokens_max=output_tokens_max,
+        shaping=shaping,
     )
     pieces: list[Piece] = [memoryview(body.tools)] if tools else []
     for place, (role, content) in enumerate(zip(roles, texts, strict=True)):

@@ -65,9 +65,9 @@ def test_the_predictor_reads_the_last_user_turn_and_the_system_prompt() -> None:
         {"role": "assistant", "content": "answer"},
         {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "image_url", "image_url": {}}]},
     ]
-    assert parse(messages=messages).prompt == Prompt("last", "m", "be short", len("first") + len("answer") + 4_096), (
-        "an image whose size is not known counts as 1,024 tokens"
-    )
+    assert parse(messages=messages).prompt == Prompt(
+        "last", "m", "be short", len("first") + len("answer") + 4_096, shaping=("media 1",)
+    ), "an image whose size is not known counts as 1,024 tokens"
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("say hi", "say hi"), (["a", "b"], "a b"), ([1, 2, 3], "")])

@@ -441,6 +441,19 @@ def test_tools_format_and_max_tokens_tell_lengths_apart():
     assert medians["plain"] > 10 * medians["most"]
 
 
+def test_how_much_to_think_tells_lengths_apart_for_words_and_for_templates():
+    words, both, rng = OnlineLearner(keys_max=0), OnlineLearner(), random.Random(0)
+    lengths = {("effort low",): 40, ("effort high",): 900}
+    for _ in range(600):
+        text, shaping = rng.choice([rng.choice(WORDS), "the same template"]), rng.choice(list(lengths))
+        for learner in (words, both):
+            serve(learner, Prompt(text, shaping=shaping), lengths[shaping] * math.exp(rng.gauss(0, 0.1)))
+    for learner, text, source in ((words, "new", "learner"), (both, "the same template", "memory")):
+        low, high = (learner.forecast(Prompt(text, shaping=shaping), None) for shaping in lengths)
+        assert low.source == high.source == source
+        assert high.median > 8 * low.median
+
+
 def test_long_prompts_of_many_models_and_senders_are_held_in_17_mib():
     rng = random.Random(0)
     tracemalloc.start()
