@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 async def start_front() -> AsyncIterator[StartFront]:
     """`await start_front(engine, ..., scheduling={...}, config={...})` starts a server; the test's end stops it."""
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
 
         async def start(
             *engines: FakeEngine | str,
