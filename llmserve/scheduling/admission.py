@@ -59,18 +59,20 @@ class Admission:
 
     def enter(self, request: Request) -> None:
         """Let a request wait that was not refused."""
-        queues = self._group.queues[request.model]
-        cached_tokens = self._group.pool.most_cached(request, queues.engines) if request.blocks else 0.0
-        queued, queue = queues.admit(request, self._book.now_s, cached_tokens)
-        if self._group.programs.arrived(queued, queues, self._book.now_s) and queues.load is not None:
-            queues.dirty = True
+        group, book = self._group, self._book
+        queues, programs, now_s = group.queues[request.model], group.programs, book.now_s
+        cached_tokens = group.pool.residency.most_tokens(request) if request.blocks else 0.0
+        queued, queue = queues.admit(request, now_s, cached_tokens)
+        if request.program or now_s < programs.active_until_s:
+            sorts = programs.arrived(queued, queues, now_s)
+            queues.dirty |= sorts and queues.load is not None
         queued.suspect = request.sender in self._faults.suspects
-        self._book.by_id[request.id] = queued
-        self._book.enter(queued, queues)
+        book.by_id[request.id] = queued
+        book.enter(queued, queues)
         self._learn(queues)
-        self._forming.form_early(queues, queue, self._book.now_s)
-        if self._group.needs_dispatch or self._group.tally.items:
-            self._book.touch()
+        self._forming.form_early(queues, queue, now_s)
+        if group.needs_dispatch or group.tally.items:
+            book.touch()
 
     def held(self, queues: ModelQueues) -> tuple[int, int]:
         """Slots of the model's engines that online requests want, and slots that batch items hold.

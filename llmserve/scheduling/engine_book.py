@@ -97,6 +97,8 @@ class EngineBook:
         state.close(expected=expected)
         if was_ready:
             self._closed(state)
+        if not expected:
+            self._group.pool.residency.forget(state.info.name)  # else its prompts would count as warm for ever
         return was_ready
 
     def _closed(self, state: EngineState) -> None:

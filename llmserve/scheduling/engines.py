@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from bins.profile import StepTimes, batch_s
-from llmserve.request import BLOCK_TOKENS, EngineInfo, Request
+from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.loaded_models import LoadedModels
 from llmserve.scheduling.memory import MemoryToken, is_oversize
@@ -466,18 +466,6 @@ class EnginePool:
     def others_work(self, names: Collection[str], model: str) -> bool:
         """Whether an engine other than these serves the model with a closed circuit."""
         return any(engine.info.name not in names and engine.circuit.closed for engine in self.serving(model))
-
-    # ---- what they have in their caches ----
-
-    def most_cached(self, request: Request, engines: Iterable[EngineState]) -> float:
-        """Tokens of a prompt that the engine, of these, has which has most of it."""
-        return max([self.residency.hit_tokens(engine.info.name, request) for engine in engines], default=0.0)
-
-    def sent(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
-        """Note that these requests start on the engine."""
-        for queued in requests:
-            if queued.request.blocks:
-                self.residency.sent(engine.info.name, queued.request)
 
     # ---- long prompts ----
 

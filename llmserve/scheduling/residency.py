@@ -28,16 +28,19 @@ LEARNT_MIN = 1_024.0  # tokens: a smaller cache would not be told from none, and
 class Cache:
     """The blocks in one engine's cache, those used longest ago first.
 
+    held : how many caches have each block, which all caches keep together
+
     tokens      of all blocks
     told_max    tokens that it can hold, as the engine tells; inf: unknown.  learnt_max : by its hits
     """
 
-    __slots__ = ("_checked", "_expected", "_had", "blocks", "learnt_max", "tokens", "told_max")
+    __slots__ = ("_checked", "_expected", "_had", "_held", "blocks", "learnt_max", "tokens", "told_max")
 
-    def __init__(self) -> None:
+    def __init__(self, held: dict[int, int]) -> None:
         self.blocks: OrderedDict[int, int] = OrderedDict()  # tokens by hash; whole, so that sums return to zero
         self.tokens = 0
         self.told_max = self.learnt_max = math.inf
+        self._held = held
         self._checked, self._expected, self._had = 0, 0.0, 0.0
 
     @property
@@ -55,36 +58,60 @@ class Cache:
             self.learnt_max /= WRONG
         self._checked, self._expected, self._had = 0, 0.0, 0.0
 
-    def use(self, blocks: Sequence[int], tokens: int) -> None:
-        """Have these blocks of one prompt, of so many tokens each, as those used last: the first block the latest."""
-        cached = self.blocks
+    def use(self, blocks: Sequence[int], tokens: int) -> int:
+        """Have these blocks of one prompt, of so many tokens each, as those used last: the first block the latest.
+        Returns how many of them were there.
+        """
+        cached, held, new = self.blocks, self._held, 0
         for block in reversed(blocks):
             if block in cached:
                 cached.move_to_end(block)
             else:
                 cached[block] = tokens
-                self.tokens += tokens
+                held[block] = held.get(block, 0) + 1
+                new += 1
+        self.tokens += new * tokens
+        return len(blocks) - new
 
     def drop(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self.tokens -= self.blocks.pop(block, 0)
+            if (tokens := self.blocks.pop(block, None)) is not None:
+                self.tokens -= tokens
+                self._leave(block)
 
     def fit(self, blocks_max: int) -> None:
         """Drop what was used longest ago, until the rest fits."""
         cached, tokens_max = self.blocks, self.tokens_max
         while cached and (self.tokens > tokens_max or len(cached) > blocks_max):
-            self.tokens -= cached.popitem(last=False)[1]
+            block, tokens = cached.popitem(last=False)
+            self.tokens -= tokens
+            self._leave(block)
 
     def clear(self) -> None:
+        for block in self.blocks:
+            self._leave(block)
         self.blocks.clear()
         self.tokens = 0
 
+    def _leave(self, block: int) -> None:
+        """The block, which this cache had, is in one cache less."""
+        held = self._held
+        if (others := held[block] - 1) > 0:
+            held[block] = others
+        else:
+            del held[block]
+
 
 def leading(blocks: Sequence[int], held: Container[int]) -> int:
-    """How many of a prompt's blocks are held, from its first on. Who holds a block holds all earlier ones."""
+    """How many of a prompt's blocks are held, from its first on. Who holds a block holds all earlier ones.
+
+    Most prompts that are held go on from another one, so the search begins at the end, in growing steps.
+    """
     if not blocks or blocks[0] not in held:
         return 0
-    here, gone = 1, len(blocks) + 1
+    here, gone, back = len(blocks), len(blocks) + 1, 1
+    while here > 1 and blocks[here - 1] not in held:
+        gone, here, back = here, max(1, here - back), 2 * back
     while gone - here > 1:
         middle = (here + gone) // 2
         if blocks[middle - 1] in held:
@@ -99,7 +126,8 @@ class Residency:
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._caches: dict[str, Cache] = {}
-        self._blocks_max = blocks_max
+        self._held: dict[int, int] = {}  # how many caches have each block
+        self._blocks_max = self._share_max = blocks_max  # of one cache
 
     def __len__(self) -> int:
         """The number of blocks in all caches."""
@@ -110,15 +138,22 @@ class Residency:
         if tokens_max is not None or engine in self._caches:
             self._cache(engine).told_max = math.inf if tokens_max is None else tokens_max
 
-    def sent(self, engine: str, request: Request) -> None:
-        """The prompt is in the engine's cache from now on: the request starts there."""
-        if request.blocks:
-            self._have(engine, request.blocks, _whole(request.block_tokens))
+    def sent(self, engine: str, request: Request) -> float:
+        """The prompt is in the engine's cache from now on: the request starts there. Returns the tokens of it that were
+        there before.
+        """
+        if not request.blocks:
+            return 0.0
+        return self._have(engine, request.blocks, _whole(request.block_tokens)) * request.block_tokens
 
     def hit_tokens(self, engine: str, request: Request) -> float:
         """Tokens of the prompt that the engine has in its cache."""
         cache = self._caches.get(engine)
         return leading(request.blocks, cache.blocks) * request.block_tokens if cache is not None else 0.0
+
+    def most_tokens(self, request: Request) -> float:
+        """Tokens of the prompt that the engine has in its cache which has most of it."""
+        return leading(request.blocks, self._held) * request.block_tokens
 
     def changed(self, engine: str, stored: Sequence[int], removed: Iterable[int], *, cleared: bool) -> None:
         """Note what an engine tells of its cache. cleared : all at first.  stored : of prompts, beginnings first"""
@@ -143,15 +178,18 @@ class Residency:
         if (cache := self._caches.get(engine)) is not None:
             cache.clear()
 
-    def _have(self, engine: str, blocks: Sequence[int], tokens: int) -> None:
-        cache = self._cache(engine)
-        cache.use(blocks, tokens)
-        cache.fit(max(BLOCKS_MIN, self._blocks_max // len(self._caches)))
+    def _have(self, engine: str, blocks: Sequence[int], tokens: int) -> int:
+        cache = self._caches.get(engine) or self._cache(engine)
+        before = cache.use(blocks, tokens)
+        if cache.tokens > cache.told_max or cache.tokens > cache.learnt_max or len(cache.blocks) > self._share_max:
+            cache.fit(self._share_max)
+        return before
 
     def _cache(self, engine: str) -> Cache:
         cache = self._caches.get(engine)
         if cache is None:
-            cache = self._caches[engine] = Cache()
+            cache = self._caches[engine] = Cache(self._held)
+            self._share_max = max(BLOCKS_MIN, self._blocks_max // len(self._caches))
         return cache
 
 

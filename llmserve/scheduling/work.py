@@ -54,13 +54,15 @@ class PromptTime:
         """Record an answer, or the beginning of one: its seconds on the engine, its tokens by then, and the tokens of
         its prompt (0: unknown), of which the engine had some in its cache.
         """
-        computed = _computed(prompt_tokens, cached_tokens)
+        computed = prompt_tokens - cached_tokens if cached_tokens < prompt_tokens else 0.0
         if self._moments.observe(tokens, computed, _positions(prompt_tokens, computed), seconds):
             self._regress()
 
     def prefill_s(self, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
         """Seconds of a prompt."""
-        computed = _computed(prompt_tokens, cached_tokens)
+        if not self.per_token_s:
+            return 0.0
+        computed = prompt_tokens - cached_tokens if cached_tokens < prompt_tokens else 0.0
         return self.per_token_s * computed + self.per_position_s * _positions(prompt_tokens, computed)
 
     def work(
@@ -92,10 +94,6 @@ class PromptTime:
             if min(slopes[-2], per_position_s) > 0.0:
                 return slopes[-2], per_position_s
         return per_token_s, 0.0
-
-
-def _computed(prompt_tokens: float, cached_tokens: float) -> float:
-    return max(0.0, prompt_tokens - cached_tokens)
 
 
 def _positions(prompt_tokens: float, computed: float) -> float:

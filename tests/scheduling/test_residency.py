@@ -119,6 +119,25 @@ def test_the_search_by_halves_finds_what_a_search_from_the_beginning_finds() -> 
         assert caches.hit_tokens("a", asks(*tried)) == 100 * leading
 
 
+def test_what_any_engine_has_is_found_in_one_search_whatever_comes_and_goes() -> None:
+    rng, caches = random.Random(2), Residency()
+    names, chains = ("a", "b", "c"), [tuple(range(first, first + 20)) for first in range(0, 400, 20)]
+    for name in names:
+        caches.limit(name, 3_000)
+    for step in range(400):
+        name, chain, length = rng.choice(names), rng.choice(chains), rng.randint(1, 20)
+        before = caches.hit_tokens(name, asks(*chain[:length]))
+        match step % 8:
+            case 0:
+                caches.changed(name, (), chain[length - 1 :], cleared=False)
+            case 1:
+                caches.forget(name)
+            case _:
+                assert caches.sent(name, asks(*chain[:length])) == before
+        tried = asks(*rng.choice(chains))
+        assert caches.most_tokens(tried) == max(caches.hit_tokens(name, tried) for name in names)
+
+
 def test_many_engines_and_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "BLOCKS_MIN", 10)
     caches = Residency(blocks_max=1_000)

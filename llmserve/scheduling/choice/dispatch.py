@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 
 from llmserve.scheduling.choice.batch_times import Timetable
 from llmserve.scheduling.choice.choice import Choice, Start
@@ -106,15 +105,14 @@ class Dispatch:
         """Start the first requests of a formed batch."""
         engine, queues, batch, size = start
         turn = batch.key if engine.info.by_priority and not self.order.by_times else None
-        for queued in islice(batch.requests.values(), size):
-            if queued.request.blocks:
-                queued.cached_tokens = group.pool.residency.hit_tokens(engine.info.name, queued.request)
         started, requests = queues.start(batch, size, turn)
-        engine.start(batch, requests, now_s)
         for queued in requests:
+            if queued.request.blocks:
+                queued.cached_tokens = group.pool.residency.sent(engine.info.name, queued.request)
             if queued.turn is not None:
                 group.started(queued, engine, now_s)
-        group.pool.sent(requests, engine)
+            queued.charge()
+        engine.start(batch, requests, now_s)
         if queues.prompts.mean_s and not engine.info.barrier:
             for queued in requests:
                 prompt_s = queues.prompts.prefill_s(queued.request.prompt_tokens, queued.cached_tokens)

@@ -352,10 +352,11 @@ class ModelQueues:
         self._count(-1, -self._work_us((queued,)))
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
-        """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
+        """Take the first `count` requests of a formed batch, for an engine to run; then charge each.
+
+        turn : for the engine's own order
+        """
         started = self.formed.take(batch, count)
-        for queued in started:
-            queued.charge()
         self._count(-len(started), -self._work_us(started))
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started

@@ -84,12 +84,11 @@ class QueuedRequest(msgspec.Struct, eq=False):
     @property
     def cost(self) -> float:
         """Forecast cost to the share, weighted tokens."""
-        return cost(self.computed_tokens, self.request.choices * self.likely_tokens)
+        return self.cost_of(self.request.choices * self.likely_tokens)
 
-    @property
-    def computed_tokens(self) -> float:
-        """Tokens of the prompt that an engine must compute."""
-        return max(0.0, self.request.prompt_tokens - self.cached_tokens)
+    def cost_of(self, answer_tokens: float) -> float:
+        """Cost to the share, of what an engine must compute, weighted tokens. answer_tokens : of all choices"""
+        return cost(max(0.0, self.request.prompt_tokens - self.cached_tokens), answer_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
         """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
@@ -111,12 +110,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def charge(self) -> None:
         """Start: charge the share, of which one request fewer waits, with the forecast cost."""
-        self.charged = self.cost
+        self.charged = self.cost_of(self.request.choices * self.likely_tokens)
         self.share.start(self.charged, self.request.blocks)
 
     def true_up(self, answer_tokens: float) -> None:
         """End: charge the share with the real cost instead. answer_tokens : of all choices"""
-        self.share.charge(cost(self.computed_tokens, answer_tokens) - self.charged)
+        self.share.charge(self.cost_of(answer_tokens) - self.charged)
         self.charged = 0.0
 
     def refund(self) -> None:

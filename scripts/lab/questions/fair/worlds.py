@@ -99,7 +99,7 @@ class Clients:
 
     def real_cost(self, queued: QueuedRequest) -> float:
         """What a request will cost by the real length of its answer, weighted tokens."""
-        return cost(queued.computed_tokens, self._asked[queued.request.id][0].tokens)
+        return queued.cost_of(self._asked[queued.request.id][0].tokens)
 
     def run(self, until_s: float) -> None:
         while True:
@@ -184,14 +184,14 @@ def drawn(rng: random.Random, slots: Sequence[int] = SLOTS) -> tuple[SchedulingC
 
 
 def prompt_cost(queued: QueuedRequest) -> float:
-    return cost(queued.computed_tokens, 0.0)
+    return queued.cost_of(0.0)
 
 
 def charge_generated(scheduler: Scheduler, now_s: float) -> None:
     """Charge the tokens that running requests have generated since the last time."""
     for queued in scheduler.requests.values():
         if queued.run is not None:
-            so_far = cost(queued.computed_tokens, (now_s - queued.run.started_at_s) / STEP_S)
+            so_far = queued.cost_of((now_s - queued.run.started_at_s) / STEP_S)
             queued.share.charge(max(0.0, so_far - queued.charged))
             queued.charged = max(queued.charged, so_far)
 

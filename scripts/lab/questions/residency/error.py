@@ -49,9 +49,10 @@ def errors(path: Path) -> dict[str, float]:
     index, sent = scheduler.group.pool.residency, scheduler.group.pool.residency.sent
     started: dict[int, tuple[Request, float]] = {}
 
-    def note(engine: str, request: Request) -> None:
-        started[request.id] = request, index.hit_tokens(engine, request)
-        sent(engine, request)
+    def note(engine: str, request: Request) -> float:
+        expected = sent(engine, request)
+        started[request.id] = request, expected
+        return expected
 
     index.sent = note  # type: ignore[method-assign]
     found = []
