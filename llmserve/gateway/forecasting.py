@@ -111,7 +111,7 @@ def told(cluster: LiveCluster, call: Call, made: Made) -> CallForecast:
     """What is told of a call: of the request that the scheduler would get of it now."""
     request = cluster.calls.request_of(call, made, 0, cluster.now_s())
     queues, pool = cluster.scheduler.models.get(request.model), cluster.scheduler.group.pool
-    cached = pool.most_cached(request, queues.engines) if queues is not None and request.blocks else 0.0
+    cached = pool.residency.most_tokens(request) if queues is not None else 0.0
     work, terms = cluster.estimator.work(request, cached), call.terms
     return CallForecast(
         endpoint=call.wire.path,

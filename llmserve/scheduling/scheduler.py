@@ -300,6 +300,8 @@ class Scheduler:
                 self._book.queues_of(run.queued).true_up(
                     run.queued, event.output_tokens.get(run.queued.request.id, 0.0)
                 )
+                if run.queued.turn is not None:
+                    self.group.programs.gone(run.queued)
             self._book.end(ended)
             self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:

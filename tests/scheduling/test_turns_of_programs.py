@@ -12,6 +12,7 @@ from scheduling.checked_step import step
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    BatchEnded,
     EngineLost,
     EngineReady,
     FailRequest,
@@ -290,6 +291,16 @@ def test_of_several_engines_a_program_goes_on_where_its_tokens_are_kept() -> Non
     queued = agents.scheduler.requests[agents.last]
     assert queued.run is not None
     assert queued.run.engine == home
+
+
+def test_a_program_that_began_on_a_barrier_engine_is_alone_again_when_its_batch_has_ended() -> None:
+    scheduler = SchedulingConfig(order="fffs", batch_size=1).resolved(barrier=True).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("e", 1, True)), 0.0)
+    for number in (1, 2, 3):
+        actions = scheduler.handle(RequestArrived(Request(number, ANSWER, program=7, kind=5, step=number)), number)
+        [start] = [action for action in actions if isinstance(action, StartBatch)]
+        scheduler.handle(BatchEnded("e", start.batch.id, {number: ANSWER}), number + 0.5)
+    assert scheduler.group.programs._programs[7].present == 0
 
 
 def test_requests_without_programs_are_not_touched() -> None:
