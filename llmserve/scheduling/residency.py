@@ -28,24 +28,28 @@ LEARNT_MIN = 1_024.0  # tokens: a smaller cache would not be told from none, and
 class Cache:
     """The blocks in one engine's cache, those used longest ago first.
 
-    held : how many caches have each block, which all caches keep together
-
     tokens      of all blocks
     told_max    tokens that it can hold, as the engine tells; inf: unknown.  learnt_max : by its hits
     """
 
     __slots__ = ("_checked", "_expected", "_had", "_held", "blocks", "learnt_max", "tokens", "told_max")
 
-    def __init__(self, held: dict[int, int]) -> None:
+    def __init__(self) -> None:
         self.blocks: OrderedDict[int, int] = OrderedDict()  # tokens by hash; whole, so that sums return to zero
         self.tokens = 0
         self.told_max = self.learnt_max = math.inf
-        self._held = held
+        self._held: dict[int, int] | None = None  # how many caches have each block; None: this is the only cache
         self._checked, self._expected, self._had = 0, 0.0, 0.0
 
     @property
     def tokens_max(self) -> float:
         return min(self.told_max, self.learnt_max)
+
+    def share(self, held: dict[int, int]) -> None:
+        """Count the blocks with those of other caches from now on. held : how many caches have each block"""
+        self._held = held
+        for block in self.blocks:
+            held[block] = held.get(block, 0) + 1
 
     def compare(self, expected: float, had: float) -> None:
         """Compare tokens of a prompt that were expected here with those that the engine has told."""
@@ -68,8 +72,9 @@ class Cache:
                 cached.move_to_end(block)
             else:
                 cached[block] = tokens
-                held[block] = held.get(block, 0) + 1
                 new += 1
+                if held is not None:
+                    held[block] = held.get(block, 0) + 1
         self.tokens += new * tokens
         return len(blocks) - new
 
@@ -96,6 +101,8 @@ class Cache:
     def _leave(self, block: int) -> None:
         """The block, which this cache had, is in one cache less."""
         held = self._held
+        if held is None:
+            return
         if (others := held[block] - 1) > 0:
             held[block] = others
         else:
@@ -126,7 +133,7 @@ class Residency:
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._caches: dict[str, Cache] = {}
-        self._held: dict[int, int] = {}  # how many caches have each block
+        self._held: dict[int, int] = {}  # how many caches have each block, where there are several
         self._blocks_max = self._share_max = blocks_max  # of one cache
 
     def __len__(self) -> int:
@@ -153,7 +160,11 @@ class Residency:
 
     def most_tokens(self, request: Request) -> float:
         """Tokens of the prompt that the engine has in its cache which has most of it."""
-        return leading(request.blocks, self._held) * request.block_tokens
+        held: Container[int] = self._held
+        if len(self._caches) == 1:
+            (cache,) = self._caches.values()
+            held = cache.blocks
+        return leading(request.blocks, held) * request.block_tokens
 
     def changed(self, engine: str, stored: Sequence[int], removed: Iterable[int], *, cleared: bool) -> None:
         """Note what an engine tells of its cache. cleared : all at first.  stored : of prompts, beginnings first"""
@@ -188,7 +199,10 @@ class Residency:
     def _cache(self, engine: str) -> Cache:
         cache = self._caches.get(engine)
         if cache is None:
-            cache = self._caches[engine] = Cache(self._held)
+            cache = self._caches[engine] = Cache()
+            if len(self._caches) > 1:
+                for member in self._caches.values() if len(self._caches) == 2 else (cache,):
+                    member.share(self._held)
             self._share_max = max(BLOCKS_MIN, self._blocks_max // len(self._caches))
         return cache
 

@@ -122,10 +122,9 @@ def test_the_search_by_halves_finds_what_a_search_from_the_beginning_finds() -> 
 def test_what_any_engine_has_is_found_in_one_search_whatever_comes_and_goes() -> None:
     rng, caches = random.Random(2), Residency()
     names, chains = ("a", "b", "c"), [tuple(range(first, first + 20)) for first in range(0, 400, 20)]
-    for name in names:
+    for step in range(600):
+        name, chain, length = rng.choice(names[: 1 + step // 200]), rng.choice(chains), rng.randint(1, 20)
         caches.limit(name, 3_000)
-    for step in range(400):
-        name, chain, length = rng.choice(names), rng.choice(chains), rng.randint(1, 20)
         before = caches.hit_tokens(name, asks(*chain[:length]))
         match step % 8:
             case 0:
@@ -147,7 +146,7 @@ def test_many_engines_and_prompts_take_bounded_memory(monkeypatch: pytest.Monkey
     tracemalloc.start()
     caches = Residency(blocks_max=10_000)
     for number in range(0, 30_000, 100):
-        caches.sent("a", asks(*range(2**40 + number, 2**40 + number + 100)))
+        caches.sent("ab"[number % 200 // 100], asks(*range(2**40 + number, 2**40 + number + 100)))
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(caches) == 10_000
