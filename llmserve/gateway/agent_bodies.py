@@ -25,12 +25,12 @@ from llmserve.gateway.bodies import (
 from llmserve.gateway.shaping import settings_of
 from llmserve.wire.json_text import Scalar
 
-Turns = list[tuple[str, str]]
-"""(role, text) of each turn."""
+Turn = tuple[str, str, list[Raw]]
+"""Role, text, and what there is besides the text: images, sounds, files, or where they are."""
 
 
 class Block(Counted):
-    """A part of a content, of either endpoint. content : of the result of a tool"""
+    """A part of a content, of either endpoint. content : of a tool's result.  source : of an image or a document"""
 
     field = "the contents"
     plural = "blocks"
@@ -40,16 +40,34 @@ class Block(Counted):
     input: Raw = Raw()
     content: Raw = Raw()
     tool_use_id: Raw = Raw()
+    source: Raw = Raw()
+    image_url: Raw = Raw()
+    input_audio: Raw = Raw()
+    file_data: Raw = Raw()
+    file_url: Raw = Raw()
+
+    @property
+    def medium(self) -> Raw:
+        """What is no text; empty for a text."""
+        if self.type not in MEDIA:
+            return Raw()
+        return self.source or self.image_url or self.input_audio or self.file_data or self.file_url
 
 
+MEDIA = frozenset(("image", "document", "input_image", "input_audio", "input_file", "computer_screenshot"))
 ATTRIBUTION = "x-anthropic-billing-header:"
 _STRING = msgspec.json.Decoder(str)
 _CONTENT: msgspec.json.Decoder[str | Block | list[str | Block]] = msgspec.json.Decoder(str | Block | list[str | Block])
 
 
-def text_of(content: Raw) -> str:
-    """The text of a content: of a string, or of its blocks of text."""
-    return text_of_blocks(blocks_of(content))
+def read_content(content: Raw) -> tuple[str, list[Raw]]:
+    """The text of a content, of a string or of its blocks of text; and its media."""
+    blocks = blocks_of(content)
+    return text_of_blocks(blocks), media_of_blocks(blocks)
+
+
+def media_of_blocks(blocks: list[str | Block]) -> list[Raw]:
+    return [medium for block in blocks if isinstance(block, Block) and (medium := block.medium)]
 
 
 def text_of_blocks(blocks: list[str | Block]) -> str:
@@ -97,14 +115,14 @@ class Item(Counted):
     call_id: Raw = Raw()
 
     @property
-    def turn(self) -> tuple[str, str]:
+    def turn(self) -> Turn:
         if self.role:
-            return self.role, text_of(self.content)
+            return self.role, *read_content(self.content)
         if self.output or self.type.endswith(("_output", "_response")):
             by_engine = self.type.endswith("_call")  # a call that the engine's side has run: a part of its answer
-            return "assistant" if by_engine else "tool", text_of(self.output)
+            return "assistant" if by_engine else "tool", *read_content(self.output)
         asked = value_or_none(_STRING, self.arguments) or value_or_none(_STRING, self.input)
-        return "assistant", asked or text_of(self.content)
+        return ("assistant", asked, []) if asked else ("assistant", *read_content(self.content))
 
 
 _INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list[Item])
@@ -143,11 +161,11 @@ class ResponseBody(Levelled, OneAnswer, kw_only=True):
         kind = settings.format.type if settings is not None and settings.format is not None else ""
         return "" if kind == "text" else kind
 
-    def read(self) -> tuple[Turns, str]:
+    def read(self) -> tuple[list[Turn], str]:
         """The turns, and the id of the last tool call whose output is there; "" for none."""
         given = value_or_none(_INPUT, self.input) or []
         if isinstance(given, str):
-            return [("user", given)], ""
+            return [("user", given, [])], ""
         outputs = [item.call_id for item in given if item.output and item.call_id]
         return [item.turn for item in given], (text_or_none(outputs[-1]) or "") if outputs else ""
 
@@ -163,22 +181,26 @@ class AgentMessage(Counted):
     role: str | None = None
     content: Raw = Raw()
 
-    def read(self) -> tuple[Turns, str]:
+    def read(self) -> tuple[list[Turn], str]:
         """The message as turns: the results of tools are apart from what the user says. And the id of the last tool
         call with a result; "" for none.
         """
         own, results, tool_call = [], [], ""
-        for block in blocks_of(self.content):
+        shown: list[Raw] = []  # by tools
+        blocks = blocks_of(self.content)
+        for block in blocks:
             if isinstance(block, str):
                 own.append(block)
             elif block.type in ("tool_result", "mcp_tool_result"):
-                results.append(text_of(block.content))
+                text, media = read_content(block.content)
+                results.append(text)
+                shown += media
                 tool_call = value_or_none(_STRING, block.tool_use_id) or tool_call
             else:
-                text = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)
-                own.append(text if text is not None else bytes(block.input).decode(errors="replace"))
-        turns = [("tool", " ".join(results))] if results else []
-        return [*turns, (self.role or "", " ".join(own))] if own else turns, tool_call
+                said = value_or_none(_STRING, block.text) or value_or_none(_STRING, block.thinking)
+                own.append(said if said is not None else bytes(block.input).decode(errors="replace"))
+        turns: list[Turn] = [("tool", " ".join(results), shown)] if results else []
+        return [*turns, (self.role or "", " ".join(own), media_of_blocks(blocks))] if own else turns, tool_call
 
 
 class MessagesBody(Asked, OneAnswer, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from llmserve.calls.prompt_blocks import Piece, stand_in
-from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody
+from llmserve.gateway.agent_bodies import MessagesBody, ResponseBody, Turn
 from llmserve.gateway.bodies import ChatBody, CompletionBody, strings_of, text_or_none, unreadable
 from llmserve.programs.trail import KIND_CHARACTERS, Trail, marks_of
 from llmserve.wire.json_text import structure
@@ -55,23 +55,33 @@ def read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | N
 
 def read_response(body: ResponseBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
     """As of a chat. A prompt that goes on from an earlier response lacks what only the engine knows."""
-    turns = [("system", body.instructions)] if body.instructions and isinstance(body.instructions, str) else []
+    turns: list[Turn] = []
+    if body.instructions and isinstance(body.instructions, str):
+        turns.append(("system", body.instructions, []))
     read, tool_call = body.read()
     turns += read
-    roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call)
+    roles, texts, media = _parts_of(turns)
+    return _read_turns(body, roles, texts, stops, body.format, output_tokens_max, tool_call, media)
 
 
 def read_messages(body: MessagesBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
     """As of a chat: the results of tools are turns of their own, for they are not what the user asks."""
-    turns = [("system", text)] if (text := body.rules) else []
+    turns: list[Turn] = [("system", text, [])] if (text := body.rules) else []
     tool_call = ""
     for message in body.messages:
         read, last_call = message.read()
         turns += read
         tool_call = last_call or tool_call
-    roles, texts = [role for role, _ in turns], [text for _, text in turns]
-    return _read_turns(body, roles, texts, stops, "", output_tokens_max, tool_call)
+    roles, texts, media = _parts_of(turns)
+    return _read_turns(body, roles, texts, stops, "", output_tokens_max, tool_call, media)
+
+
+def _parts_of(turns: Sequence[Turn]) -> tuple[list[str], list[str], list[list[bytes]]]:
+    """Roles, texts and media of turns, as `_read_turns` takes them."""
+    media: list[list[bytes]] = []
+    if any(turn[2] for turn in turns):
+        media = [[stand_in(memoryview(medium)) for medium in turn[2]] for turn in turns]
+    return [turn[0] for turn in turns], [turn[1] for turn in turns], media
 
 
 def _read_turns(

@@ -428,6 +428,25 @@ def test_images_and_sounds_of_a_prompt_are_told_apart_and_count_by_their_size() 
     assert PromptTokens().estimate(one) == pytest.approx(1_000 / 4 + 200_000 / 256 + 50_000 / 256, rel=0.05)
 
 
+def test_what_a_tool_shows_an_agent_counts_by_its_size_on_every_endpoint() -> None:
+    shot = "a" * 200_000
+    said = {"role": "user", "content": "x" * 1_000}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": shot}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "seen"}, image]}
+    page = {"type": "input_image", "image_url": f"data:image/png;base64,{shot}"}
+    screen = {"type": "computer_call_output", "call_id": "c", "output": {**page, "type": "computer_screenshot"}}
+    bodies = [
+        ("/v1/messages", {"messages": [said, {"role": "user", "content": [result]}]}),
+        ("/v1/messages", {"messages": [said, {"role": "user", "content": [image]}]}),
+        ("/v1/responses", {"input": [said, {"role": "user", "content": [page]}]}),
+        ("/v1/responses", {"input": [said, screen]}),
+    ]
+    for path, body in bodies:
+        call = parse_call(path, json.dumps({"model": "m", **body}).encode(), BodyLimits(prompt_chars_max=2_000))
+        assert PromptTokens().estimate(call) == pytest.approx(1_000 / 4 + 200_000 / 256, rel=0.05)
+        assert len(call.blocks) == (1_000 + 4 * 200_000 // 256) // 512
+
+
 @pytest.mark.parametrize(
     ("prompt", "first"), [(["x" * 2_000, "y" * 2_000], "x" * 2_000), ([[7] * 2_000, [8]], [7] * 2_000)]
 )
