@@ -2,9 +2,9 @@
 
 A request has a chain of keys, coarse to fine: its model; its application (system prompt, stop strings, and what else
 shapes the answer, such as how much the model is to think); the first 32 characters, the first 128, and the whole of its
-text. Each key remembers its last lengths, the scores of its own forecasts, and the scores of the standing forecasts: the
-forecasts without this key. From coarse to fine, a key with a clearly better score takes over. So a key overrules a
-predictor only where the predictor was worse.
+text. Each key remembers its last lengths, the scores of its own forecasts, and the scores of the standing forecasts,
+which are those without this key. From coarse to fine, a key with a clearly better score takes over. So a key overrules
+a predictor only where the predictor was worse.
 
 An answer teaches the key whose forecast stands, and the finer keys. The coarser keys, and the predictor's correction,
 learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that

@@ -61,7 +61,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 NOUNS = ("predictor.errors", "predictor.prompt", "predictor.records")  # of the predictor, which all rooms may use
-PREDICTOR_USERS = ("forecasts", "forecast", "simulation", "server", "commands")  # rooms that may import the rest of the predictor
+PREDICTOR_USERS = ("forecasts", "forecast", "simulation", "server", "commands")  # rooms that may import its rest
 
 
 # ---- imports -------------------------------------------------------------------------------------------------------
