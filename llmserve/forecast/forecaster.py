@@ -72,8 +72,8 @@ class Question:
 class Forecaster:
     """Forecasts what calls will take, and learns from their answers. Not for several threads at once.
 
-    At first nothing is known; after some dozen answers lengths are ranked. A forecast takes about 0.1 ms, an answer
-    0.3 ms, and all that is learnt at most 40 MB.
+    At first nothing is known; after some dozen answers lengths are ranked. A forecast takes about a quarter of a
+    millisecond, an answer somewhat less, and all that is learnt at most 40 MB.
 
     folder : in which `save` keeps what was learnt, and from which it is read; None: it is not kept. Raises ValueError
     for a folder of something else.

@@ -14,7 +14,7 @@ from llmserve.errors import ConfigError
 from llmserve.live.journal import read
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.twin import replay
-from llmserve.simulation.twin.choice import P99_BOUND, choose
+from llmserve.simulation.twin.choice import P99_BOUND, SURE, choose, sure_of
 from llmserve.simulation.twin.past import Past, Recording
 from llmserve.simulation.twin.replay import Twin
 
@@ -68,9 +68,36 @@ def test_the_choice_keeps_the_p99_within_its_bound(tmp_path: Path) -> None:
     choice = choose(twin, "mean", twin.candidates(), left_out={})
     best = choice.rows[choice.best]
     assert best.p99 <= P99_BOUND
-    assert best.mean == min(row.mean for row in choice.rows if row.p99 <= P99_BOUND)
+    assert best.mean == min(row.mean for row in choice.rows if row.is_safe)
+    assert best.sure >= SURE
     assert choice.rows[0].mean == choice.rows[0].p99 == 1.0
     assert (choice.recorded, choice.requests) == (1_500, 1_600)
+
+
+def test_a_bound_that_holds_by_little_is_not_sure_to_hold() -> None:
+    rng = np.random.default_rng(1)
+    first_s, like_s = rng.exponential(size=(2, 5_000))
+    sure = {ratio: sure_of(ratio * like_s, first_s, 5_000) for ratio in (0.8, 1.10, 1.5)}
+    assert sure[0.8] > 0.95
+    assert 0.1 < sure[1.10] < 0.9
+    assert sure[1.5] < 0.05
+    assert sure_of(1.09 * first_s, first_s, 5_000) == 1.0, "requests that take the same share more are sure to do so"
+
+
+def test_what_is_repeated_makes_nothing_surer() -> None:
+    rng = np.random.default_rng(2)
+    first_s, like_s = np.tile(rng.exponential(size=(2, 200)), 25)
+    ratio = 0.9 * np.nanpercentile(first_s, 99) / np.nanpercentile(like_s, 99)
+    assert sure_of(ratio * like_s, first_s, 200) < sure_of(ratio * like_s, first_s, 5_000)
+
+
+def test_bursts_are_resampled_as_wholes() -> None:
+    rng = np.random.default_rng(3)
+    first_s = rng.exponential(size=5_000)
+    like_s, scattered_s = first_s.copy(), first_s.copy()
+    like_s[1_000:1_060] += 20.0
+    scattered_s[rng.choice(5_000, 60, replace=False)] += 20.0
+    assert sure_of(scattered_s, first_s, 5_000) < 0.2 < sure_of(like_s, first_s, 5_000) < 0.6
 
 
 def test_a_present_order_above_the_bound_is_undone(tmp_path: Path) -> None:
