@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from llmserve.errors import ConfigError
@@ -23,6 +24,7 @@ def run_programs(
     straight: bool = False,
     named: bool = True,
     programs: Programs | None = None,
+    mistakes: Callable[[World], None] | None = None,
     journal_path: Path | None = None,
 ) -> Outcome:
     """Run the programs of scenario.programs to their ends. scheduling : resolved.
@@ -30,6 +32,7 @@ def run_programs(
     straight  the scheduler sends each request to an engine at once, and requests wait there
     named     the requests say of which program they are
     programs  decides on programs instead of the scheduler's own
+    mistakes  changes which programs the requests say they are of
 
     Raises ConfigError on settings that contradict each other, LLMServeError when a program cannot go on.
     """
@@ -38,6 +41,8 @@ def run_programs(
         raise ConfigError(f"release {scheduling.release} follows plans, which are not made for programs")
     scenario = scenario.with_defaults
     world = World(read_sessions(scenario.programs or ""))
+    if mistakes is not None:
+        mistakes(world)
     work = prepare(scenario, scheduling, world=world)
     header = Header(scheduling, work.scores, work.lengths)
     scheduler = header.scheduler()
