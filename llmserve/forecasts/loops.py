@@ -31,7 +31,7 @@ class LearningLoop:
 
     learn   learns from an answer's tokens what it teaches. True when other forecasts may change now
     learnt  called after each such answer
-    clock   seconds
+    clock   seconds.  processor : seconds of the processor that this thread has used
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class LearningLoop:
         learn: Callable[[InFlightCall, float, Taught], bool],
         learnt: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
+        processor: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._learn, self._learnt, self._clock = learn, learnt, clock
+        self._learn, self._learnt, self._clock, self._processor = learn, learnt, clock, processor
         self._templates, self._words = Sample(TEMPLATES_SHARE), Sample(WORDS_SHARE)
         self._answers: deque[tuple[InFlightCall, float, Taught]] = deque()
         self._next: asyncio.Handle | None = None
@@ -72,10 +73,10 @@ class LearningLoop:
 
     def _one(self) -> None:
         in_flight, output_tokens, taught = self._answers.popleft()
-        began_s = self._clock()
+        began_s = self._processor()
         self._teach(in_flight, output_tokens, taught)
         sample = self._words if taught == "words" else self._templates
-        sample.took(self._clock() - began_s)
+        sample.took(self._processor() - began_s)
 
     def _taught(self) -> Taught:
         now_s = self._clock()
@@ -113,8 +114,11 @@ class RevisionLoop:
             self._next.cancel()
 
     def _revise(self) -> None:
-        """Revise one slice, and come back after a pause while the round goes on."""
-        began_s = time.perf_counter()
+        """Revise one slice, and come back after a pause while the round goes on.
+
+        The pause is in units of the processor's time: others who use the processor must not make pauses longer, too.
+        """
+        began_s, used_s = time.perf_counter(), time.thread_time()
         self._next = None
         try:
             revised = self._revisions.some(lambda: time.perf_counter() < began_s + REVISE_SLICE_S)
@@ -125,5 +129,5 @@ class RevisionLoop:
         if revised:
             self._step(ForecastsRevised(revised))
         if self._revisions.pending:
-            pause_s = REVISE_PAUSE * (time.perf_counter() - began_s)
+            pause_s = REVISE_PAUSE * (time.thread_time() - used_s)
             self._next = asyncio.get_running_loop().call_later(pause_s, self._revise)

@@ -3,7 +3,7 @@
 An answer teaches its template and its application cheaply, and its words at several times the cost. So
 under load only a sample of the answers teaches templates, and only a sample of these teaches words:
 
-    c   seconds that the templates, or the words, of an answer take
+    c   seconds of the processor that the templates, or the words, of an answer take
     g   seconds between two answers that may be in the sample
     s   TEMPLATES_SHARE or WORDS_SHARE
     p   share of these answers that are in the sample, min(1, s g / c): this takes the share s of the time
@@ -17,7 +17,6 @@ from __future__ import annotations
 # Some 200 answers a second, more than a large model gives on one GPU, are all learnt in these shares.
 TEMPLATES_SHARE = 0.01
 WORDS_SHARE = 0.02
-COST_S_MAX = 0.001  # a longer time was not the learner's
 GAP_S_MAX = 1.0  # a longer silence says nothing about the next burst
 MEMORY = 256  # answers after which an observation's weight has fallen to a third
 
@@ -29,6 +28,7 @@ class Sample:
         self._share = share
         self._gap_s, self._cost_s = GAP_S_MAX, 0.0  # means, g and c
         self._last_s: float | None = None
+        self._answers = 0  # of the sample
         self._due = 0.0  # sum of p, less the answers of the sample
 
     def includes(self, now_s: float) -> bool:
@@ -43,6 +43,9 @@ class Sample:
         return True
 
     def took(self, seconds: float) -> None:
-        """Count an answer that taught. seconds : that it took, >= 0"""
-        seconds = min(seconds, COST_S_MAX)
-        self._cost_s += (seconds - self._cost_s) / MEMORY if self._cost_s else seconds
+        """Count an answer that taught. seconds : of the processor that it took, >= 0
+
+        Not the time that passed: on a processor that others use, most of it may be theirs.
+        """
+        self._answers += 1
+        self._cost_s += (seconds - self._cost_s) / min(self._answers, MEMORY)

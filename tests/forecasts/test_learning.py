@@ -46,7 +46,7 @@ class Clock:
 
 
 def learning(clock: Clock, learnt: Callable[[], None] = lambda: None) -> LearningLoop:
-    return LearningLoop(clock.learn, learnt, clock)
+    return LearningLoop(clock.learn, learnt, clock, clock)
 
 
 def test_every_answer_teaches_its_words_while_there_is_time() -> None:
@@ -72,6 +72,22 @@ def test_after_a_silence_a_burst_is_learnt_as_a_whole() -> None:
     for silence in range(1_000):
         sample.includes(10.0 + silence)
     assert all(sample.includes(2_000.0) for _ in range(100))
+
+
+async def test_where_others_use_the_processor_every_answer_still_teaches_its_words() -> None:
+    """Each answer takes a tenth of a millisecond of the processor, and a hundred times as long to pass."""
+    clock, processor = Clock(words_s=0.01), Clock(words_s=100e-6)
+
+    def learn(in_flight: Any, output_tokens: float, taught: Taught) -> bool:
+        processor.learn(in_flight, output_tokens, taught)
+        return clock.learn(in_flight, output_tokens, taught)
+
+    learns = LearningLoop(learn, lambda: None, clock, processor)
+    for _ in range(300):
+        clock.now_s += 0.01
+        learns.answered(SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+        learns.close()
+    assert Counter(taught for _, taught, _ in clock.learnt) == {"words": 300}
 
 
 @pytest.mark.parametrize("gap_s", [0.01, 0.0002])
@@ -124,7 +140,7 @@ async def test_an_answer_that_cannot_be_learnt_stops_nothing() -> None:
             raise RuntimeError("no length")
         return True
 
-    learns = LearningLoop(learn, lambda: learnt.append(1), clock)
+    learns = LearningLoop(learn, lambda: learnt.append(1), clock, clock)
     in_flight = InFlightCall(a_call("/v1/completions", b"{}", Prompt("hello"), stream=False), 1, Reader())
     for tokens in (1.0, -1.0, 2.0):
         learns.answered(in_flight, tokens)

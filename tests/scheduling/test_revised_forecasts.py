@@ -29,6 +29,7 @@ from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, FormedBatch, QueuedRequest
 from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
 STATIC = EngineInfo("gpu0", slots=3, barrier=True)
 
@@ -269,15 +270,36 @@ def test_a_window_whose_forecasts_change_equals_a_new_window_of_the_last_forecas
 # ---- trust ----
 
 
-def test_predictions_are_judged_by_the_forecasts_at_the_arrivals() -> None:
-    """The order picks what later forecasts call short, so among the requests that it picks these rank worse."""
-    scheduler = new_scheduler(EngineInfo("gpu0", 1, False), order="shortest", batch_size=1, trust_window=32)
-    arrive(scheduler, *[Request(request_id, 10.0 + request_id) for request_id in range(40)])
-    for start in (0, 20):
-        step(scheduler, revised({request_id: 100.0 - request_id for request_id in range(start, start + 20)}), 1.0)
+def judged(scheduler: Scheduler) -> Trust:
+    """Answer all requests, each with 10 tokens more than its number; return the trust."""
     while scheduler.requests:
         (request_id,) = scheduler.engines["gpu0"].running
         step(scheduler, RequestEnded("gpu0", request_id, "completed", 10.0 + request_id), 2.0)
-    trust = scheduler.queues("").binning.trust
+    return scheduler.queues("").binning.trust
+
+
+def test_predictions_are_judged_by_the_forecasts_at_the_arrivals() -> None:
+    """The order picks what later forecasts call short, so among the requests that it picks these rank worse."""
+    scheduler = new_scheduler(EngineInfo("gpu0", 1, False), order="shortest", batch_size=1, trust_window=32)
+    arrive(scheduler, *[Request(request_id, 10.0 + request_id) for request_id in range(WINDOW_MIN)])
+    judged(scheduler)
+    arrive(scheduler, *[Request(request_id, 10.0 + request_id) for request_id in range(100, 140)], now_s=2.0)
+    for start in (100, 120):
+        step(scheduler, revised({request_id: 200.0 - request_id for request_id in range(start, start + 20)}), 2.0)
+    trust = judged(scheduler)
+    assert trust.trusted
+    assert trust.accuracy(8).rank_correlation == pytest.approx(1.0)
+
+
+def test_forecasts_from_before_the_first_answers_do_not_speak_against_later_ones() -> None:
+    """A burst at the start: all forecasts are alike, until answers tell the requests apart."""
+    scheduler = new_scheduler(EngineInfo("gpu0", 1, False), order="shortest", batch_size=1, trust_window=64)
+    arrive(scheduler, *[Request(request_id, 50.0) for request_id in range(140)])
+    for request_id in range(8):
+        step(scheduler, RequestEnded("gpu0", request_id, "completed", 10.0 + request_id), 1.0)
+    for start in range(8, 140, 20):
+        ids = range(start, min(start + 20, 140))
+        step(scheduler, revised({request_id: 10.0 + request_id for request_id in ids}), 1.0)
+    trust = judged(scheduler)
     assert trust.trusted
     assert trust.accuracy(8).rank_correlation == pytest.approx(1.0)

@@ -7,7 +7,7 @@ from bins.risk import risk
 from llmserve.request import Request
 from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.queues.waiting import QueuedRequest
-from llmserve.scheduling.trust import Trust
+from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
 
 class Binning:
@@ -30,6 +30,7 @@ class Binning:
         seen: SeenLengths | None = None,
     ) -> None:
         self.edges, self.trust, self.seen = edges, trust, seen
+        self._answers = 0
         self._batch_size, self._by_risk = batch_size, by_risk
         self._tokens = BinTokens(seen, batch_size)
 
@@ -63,8 +64,20 @@ class Binning:
         edges, bins = (self.edges.edges, self.edges.bins) if self.trust.trusted else ((), 1)
         return self._tokens.of(bin_index, edges, bins)
 
+    def judges_by(self, queued: QueuedRequest) -> tuple[Request, float | None] | None:
+        """Request and score by which the predictions of a request that gets a later one are judged; None: by the later.
+
+        By those of its arrival, because an order by later forecasts picks the requests whose forecasts are too short.
+        But a first burst arrives before an answer is known, with forecasts that cannot differ. So a forecast from
+        before the first WINDOW_MIN answers says nothing of later ones.
+        """
+        if self._answers < WINDOW_MIN:
+            return None
+        return queued.original or (queued.request, queued.score)
+
     def answered(self, queued: QueuedRequest, output_tokens: float) -> bool:
         """Record the length of an answer. True when the answer changed whether predictions are trusted."""
+        self._answers += 1
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
         self._tokens.answered()

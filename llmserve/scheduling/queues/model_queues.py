@@ -243,15 +243,14 @@ class ModelQueues:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
 
         A request stays in its formed batch, whose composition the release has allowed; the order places the batch
-        again. Predictions are still judged as made at the arrival, because an order by later forecasts picks the
-        requests whose forecasts are too short.
+        again.
         """
         moving = []
         for queued, changed in requests:
             queue, batch = self.bins[queued.bin], queued.formed
             if batch is None:
                 queue.lift(queued)
-            queued.revise(changed, self.binning.score(changed))
+            queued.revise(changed, self.binning.score(changed), self.binning.judges_by(queued))
             self.binning.observe(queued.score)
             if tokens := self.binning.forecast(changed):
                 if self.load is not None:

@@ -36,7 +36,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
 
     bin              where the request waits or last waited; sort_length : its length in a window
-    original         request and score at the arrival, by which predictions are judged; None: the present ones
+    original         request and score by which predictions are judged, see Binning.judges_by; None: the present ones
     retries, cancelled  how often an engine has failed, whether the client has gone
     failed_on        the first engine with a fault; "": none.  suspect : the request may be at fault (circuit.py)
     refused_by       names of the engines that have refused the request
@@ -96,10 +96,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
         self.expected_tokens, self.likely_tokens = tokens, likely
         self.total_tokens = self.request.total_tokens(tokens)
 
-    def revise(self, request: Request, score: float | None) -> None:
-        """Take the request with a later forecast, and its score. Predictions are judged as at the arrival."""
-        self.original = self.original or (self.request, self.score)
-        self.request, self.score = request, score
+    def revise(self, request: Request, score: float | None, judged: tuple[Request, float | None] | None) -> None:
+        """Take the request with a later forecast, and its score. judged : see Binning.judges_by"""
+        self.request, self.score, self.original = request, score, judged
 
     # ---- its share ----
 
