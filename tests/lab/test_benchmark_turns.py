@@ -77,8 +77,8 @@ def test_what_was_asked_is_compared_with_what_was_reached() -> None:
         for policy, mean in (("arrival", 2.0), ("llmserve", 1.3))
     ]
     lines = list(study.compared(rows))
-    assert lines[0] == [cell, "mean", "arrival", "at most 0.6", "0.65", "not reached"]
-    assert [line[-2] for line in lines[1:]] == ["1.00", "1.00"]
+    assert lines[0] == [cell, "mean", "arrival", "at most 0.6", "0.650", "not reached"]
+    assert [line[-2] for line in lines[1:]] == ["1.000", "1.000"]
 
 
 def test_the_working_set_is_what_programs_hold_if_nothing_waits() -> None:

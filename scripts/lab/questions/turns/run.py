@@ -315,7 +315,7 @@ def compared(rows: Sequence[Row]) -> Iterator[list[str]]:
             value = reached(of, figure, reference)
             kept = value >= -most if most < 0 else value <= most
             bound = f"at least {-most:g}" if most < 0 else f"at most {most:g}"
-            yield [cell, figure, reference, bound, f"{value:.2f}", "" if kept else "not reached"]
+            yield [cell, figure, reference, bound, f"{value:.3f}", "" if kept else "not reached"]
 
 
 def reached(of: dict[str, list[Row]], figure: str, reference: str) -> float:
