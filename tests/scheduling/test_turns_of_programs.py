@@ -176,7 +176,17 @@ class Agents:
         ]
         return started(actions)
 
-    def ask(self, program: int, count: int, number: int = 1, *, shared: int = 0, kind: int = 5) -> list[int]:
+    def ask(
+        self,
+        program: int,
+        count: int,
+        number: int = 1,
+        *,
+        shared: int = 0,
+        kind: int = 5,
+        share: str = "",
+        **fields: Any,
+    ) -> list[int]:
         """A request of `count` blocks. program : 0: none.  Returns the ids that start; `last` is its own"""
         self._next += 1
         request = Request(
@@ -188,6 +198,8 @@ class Agents:
             program=program,
             kind=kind if program else 0,
             step=number if program else 0,
+            share=share,
+            **fields,
         )
         return self._step(RequestArrived(request))
 
@@ -365,6 +377,60 @@ def test_a_short_turn_goes_before_a_long_one_and_an_old_one_before_both() -> Non
     agents.now_s += 2.0
     order = agents.end(running)
     assert order[:2] == [short, long_]
+
+
+# ---- beside shares, deadlines and cancellations ----
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_a_key_with_many_programs_takes_no_more_of_the_memory_than_one_with_few(weight: float) -> None:
+    """Each program takes the cache for itself; of ten turns each key gets its weight's part."""
+    agents = Agents()
+    (running,) = agents.ask(1, 60, share="flood")
+    owner = {running: "flood"}
+    for program in range(2, 12):
+        agents.ask(program, 60, share="flood")
+        owner[agents.last] = "flood"
+    for program in range(20, 30):
+        agents.ask(program, 60, share="few", weight=weight)
+        owner[agents.last] = "few"
+    served = []
+    for _ in range(12):
+        (running,) = agents.end(running)
+        served.append(owner[running])
+    assert served.count("few") == pytest.approx(12 * weight / (1 + weight), abs=1)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(1, 0), (40, 2)])
+def test_a_program_counts_for_its_key_with_all_of_its_steps(steps: int, first: int) -> None:
+    """One key has had a turn of so many steps; then so many turns of the other key come first."""
+    agents = Agents()
+    (running,) = agents.ask(1, 60, share="long")
+    agents.ask(2, 60, share="long")
+    later = agents.last
+    for program in range(20, 26):
+        agents.ask(program, 60, share="short")
+    for number in range(2, 1 + steps):
+        agents.end(running, "edit")
+        agents.now_s += 0.1
+        (running,) = agents.ask(1, 60 + number // 2, number, share="long")
+    order = []
+    for _ in range(7):
+        (running,) = agents.end(running)
+        order.append(running)
+    assert order.index(later) == first
+
+
+def test_a_program_whose_deadline_comes_before_its_room_is_refused_and_leaves_the_order_to_others() -> None:
+    agents = Agents(order="edf")
+    (running,) = agents.ask(1, 60)
+    agents.ask(2, 60, deadline_s=5.0)
+    hurried = agents.last
+    agents.ask(3, 60, deadline_s=50.0)
+    patient = agents.last
+    agents.pass_s(10.0)
+    assert agents.end(running) == [patient]
+    assert agents.refused == [hurried]
 
 
 # ---- what is told to those that wait ----
