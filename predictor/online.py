@@ -224,9 +224,8 @@ class OnlineLearner:
         self.memory.restore(part(state, "memory"))
         self._recalibrations.fill(recalibrations)
         saved = part(state, "text")
-        if (
-            self._text and saved is not None and "level_of_all" in saved
-        ):  # else of before: the words had another meaning
+        # Of before, the words had another meaning, and are left out.
+        if self._text and saved is not None and "level_of_all" in saved:
             self._text = TextLearner(secret, self._models_max)
             self._text.restore(saved)
         self._secret = secret

@@ -105,7 +105,7 @@ class TextLearner:
         self._error = 0.5  # mean absolute error
         self._level_of_all = Level(rate=RATE_OF_ALL)
         self._levels = RecentlyUsed[str, Level](models_max, Level)
-        self._predicted = RecentlyUsed[str, Level](models_max, Level)  # of the predictions, over the level of all
+        self._predicted = RecentlyUsed[str, Level](models_max, lambda: Level(self._level_of_all.value))  # predictions
         self._mixture = Mixture()
         self._correction: Correction | None = None  # made for the features of the first answer
         self._spreads = RecentlyUsed[tuple[str | None, bool], Spread](models_max, Spread)

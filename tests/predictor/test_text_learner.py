@@ -15,6 +15,7 @@ from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS
 from predictor.ridge import WEIGHTS
 from predictor.text_features import TextFeatures
+from predictor.text_learner import TextLearner
 
 WORDS = [f"word{number}" for number in range(60)]
 EFFECTS = dict(zip(WORDS, np.random.default_rng(7).normal(0, 0.8, len(WORDS)).tolist(), strict=True))
@@ -258,6 +259,13 @@ def test_the_learner_mixes_its_forecasts_with_those_of_a_predictor():
         lengths.append(length * math.exp(hint))
     late = slice(1000, None)
     assert kendalltau(medians[late], lengths[late]).statistic > kendalltau(hints[late], lengths[late]).statistic + 0.2
+
+
+def test_the_first_answer_tells_what_a_predictor_usually_says():
+    learner = TextLearner(b"", 4)
+    features, predicted = learner.read(Prompt("word1 word2", "m")), math.log(100)
+    learner.learn("m", learner.forecast("m", features, predicted), predicted, False, True)
+    assert learner.forecast("m", features, predicted).likely == pytest.approx(0.0, abs=0.1)
 
 
 def test_how_much_a_predictor_is_worth_is_learnt_from_all_models_together():
