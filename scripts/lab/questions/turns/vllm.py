@@ -53,7 +53,7 @@ from llmserve.simulation.program_run import run_programs
 from llmserve.simulation.programs import Outcome, SessionOf
 from llmserve.simulation.scenario import Scenario
 from questions.turns.agents import Agents, Texts, ask
-from questions.turns.run import over, policy_of
+from questions.turns.run import QUANTITIES, over, policy_of
 from questions.vllm.engines import kept_off_the_first_core, move_engine_to_the_first_core
 from questions.vllm.run import run
 
@@ -82,14 +82,6 @@ CELLS = {"short": 8_640, "ample": 20_000}  # tokens of the KV cache
 WARM_SHARE = 0.6  # of the cache that the sessions fill that run side by side
 WARM_S = 20.0
 CASE = ("cell", "seed", "arrangement")
-FIGURES = {
-    "mean": "turn_s_mean",
-    "p50": "turn_s_p50",
-    "p99": "turn_s_p99",
-    "chat": "chat_s_mean",
-    "chat's first token p99": "first_token_s_p99",
-    "turns/s": "turns_per_s",
-}
 TEMPLATE = (  # the demo model's, which leaves the spaces around a text as they are
     "{%- for message in messages -%}<|{{ message['role'] if message['role'] in ['user', 'assistant'] else 'system' }}|>"
     "{{ message['content'] }}<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
@@ -283,7 +275,7 @@ async def measure(args: argparse.Namespace) -> None:
                 outcome = await agents.at_their_times(rate)
                 passed_s = time.perf_counter() - begun_s
             numbers = {"turns": len(outcome.turns_s), "passed_s": passed_s, **outcome.summary()}
-            numbers |= {f"simulated_{name}": expected.get(name) for name in FIGURES.values()}
+            numbers |= {f"simulated_{name}": expected.get(name) for name in QUANTITIES.values()}
             row = Row({**case, "arrangement": arrangement}, rounded({**numbers, **setting}))
             log(f"{arrangement}: {row.record}")
             save(args.output, row)
@@ -306,16 +298,16 @@ def rows_of(path: Path | None) -> list[Row]:
 
 def report(rows: Sequence[Row]) -> Iterator[str]:
     """A table of the seeds, and one of the ratios in the mean over the seeds."""
-    head = ["cell, seed", "ratio", "arrangement", *FIGURES, "hits", "simulated: mean", "p99"]
+    head = ["cell, seed", "ratio", "arrangement", *QUANTITIES, "hits", "simulated: mean", "p99"]
     yield markdown(head, list(runs(rows)), right=True)
     yield markdown(
-        ["cell", "arrangement", "over", "seeds", *FIGURES, "simulated: mean"], list(ratios(rows)), right=True
+        ["cell", "arrangement", "over", "seeds", *QUANTITIES, "simulated: mean"], list(ratios(rows)), right=True
     )
 
 
 def runs(rows: Sequence[Row]) -> Iterator[list[str]]:
     for row in rows:
-        figures = [f"{row[name]:.3g}" for name in FIGURES.values()]
+        figures = [f"{row[name]:.3g}" for name in QUANTITIES.values()]
         expected = [shown(row[f"simulated_{name}"]) for name in ("turn_s_mean", "turn_s_p99")]
         cell = f"{row['cell']}, {row['seed']}"
         yield [cell, f"{row['ratio']:.2f}", row["arrangement"], *figures, f"{row['hit_rate']:.2f}", *expected]
@@ -330,7 +322,7 @@ def ratios(rows: Sequence[Row]) -> Iterator[list[str]]:
                 if not ours or arrangement == reference:
                     continue
                 ratio = partial(over, ours, select(own, arrangement=reference))
-                figures = [f"{ratio(name):.2f}" for name in FIGURES.values()]
+                figures = [f"{ratio(name):.2f}" for name in QUANTITIES.values()]
                 expected = "" if arrangement == ROUTER else f"{ratio('simulated_turn_s_mean'):.2f}"
                 yield [cell, arrangement, reference, str(len(ours)), *figures, expected]
 
