@@ -211,7 +211,11 @@ class LanguageModel:
         if self._static is not None:
             with torch.inference_mode():
                 self._static.capture_all(rows, min(self.context_tokens, _WARM_COLUMNS))
-        self.run([self.row([0], 4, Sampling(seed=0), ignore_eos=True) for _ in range(rows)], lambda _: None)
+        # A compiled kernel is specialised to one row and to one column: each combination is compiled at its first use.
+        for count in sorted({1, rows}):
+            for prompt in ([0], [0, 0]):
+                batch = [self.row(prompt, 2, Sampling(seed=0), ignore_eos=True) for _ in range(count)]
+                self.run(batch, lambda _: None)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

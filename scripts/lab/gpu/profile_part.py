@@ -131,6 +131,8 @@ async def _line(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     rng = random.Random(plan.seed)
     async with _client(engine.url, shape, plan) as client:
         await client.learn(min(lengths))
+        for size in LINE_BATCHES:
+            await client.batch(size, min(lengths))  # warms up
         batches = [
             await measuring.observe(client, machine.energy, size, length)
             for size in LINE_BATCHES
