@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("forecasts",),
     ("estimates",),
     ("live",),
+    ("discovery",),
     ("observe",),
     ("kv_events",),
     ("tenants",),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from llmserve.discovery.part import first_look
+from llmserve.discovery.source import CannotFind
 from llmserve.doctor.finding import Finding
 from llmserve.engines.engine import EngineError, Health
-from llmserve.engines.kinds import Servers
+from llmserve.engines.kinds import Servers, engine_name
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.errors import ConfigError
 from llmserve.server.serving import checked
@@ -32,9 +34,11 @@ def findings(config: Config) -> list[Finding]:
         config = checked(config)
     except ConfigError as error:
         return [Finding("wrong", "settings", f"The server does not start: {error}.", "Change the setting it names.")]
-    engines, probed = asyncio.run(_probed(config))
+    found, source_findings = asyncio.run(_found(config))
+    engines, probed = asyncio.run(_probed(config, found))
     slots = sum([_slots_of(engine, probed) for engine in engines])
     return [
+        *source_findings,
         *engine_findings(config, probed),
         *model_findings(config, probed),
         *order_findings(config),
@@ -46,8 +50,26 @@ def findings(config: Config) -> list[Finding]:
 # ---- engines ----
 
 
-async def _probed(config: Config) -> tuple[list[OpenAIEngine], Probed]:
-    engines = Servers(config).connect() if Servers.is_requested(config.engines) else []
+async def _found(config: Config) -> tuple[set[str], list[Finding]]:
+    """The URLs of engines that the sources of engines tell of now."""
+    urls, findings = set[str](), list[Finding]()
+    for entry in config.engines.sources:
+        try:
+            found, why = await first_look(entry), "it tells of no ready engine"
+        except CannotFind as error:
+            found, why = frozenset(), str(error)
+        urls |= found
+        if not found:
+            remedy = "Correct the name, or start the engines behind it."
+            findings.append(Finding("wrong", "source_failing", f"{entry.text}: {why}.", remedy))
+    return urls, findings
+
+
+async def _probed(config: Config, found: Iterable[str]) -> tuple[list[OpenAIEngine], Probed]:
+    servers = Servers(config)
+    engines = servers.connect()
+    known = {engine.info.name for engine in engines}
+    engines += [servers.client(url) for url in sorted(found) if engine_name(url) not in known]
 
     async def probe(engine: OpenAIEngine) -> Health | EngineError:
         try:

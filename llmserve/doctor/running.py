@@ -63,7 +63,7 @@ CUTS = {
 def findings(scrape: Scrape, seconds: float) -> list[Finding]:
     """All findings. seconds : in which what grows has grown"""
     checks: tuple[Callable[[Scrape], Iterator[Finding]], ...] = (
-        *(engines_down, open_circuits, faults, slots, paces, caches, programs),
+        *(engines_down, sources, open_circuits, faults, slots, paces, caches, programs),
         *(forecasts, order, refusals, cuts, deadlines, state),
     )
     found = [finding for check in checks for finding in check(scrape)]
@@ -94,6 +94,21 @@ def engines_down(scrape: Scrape) -> Iterator[Finding]:
         yield Finding(
             "wrong", "no_engine", "No engine has been up yet.", "Check the URLs of --engine and the engines' logs."
         )
+
+
+def sources(scrape: Scrape) -> Iterator[Finding]:
+    engines = scrape.by("llmserve_source_engines", "source")
+    for source, is_failing in scrape.by("llmserve_source_failing", "source").items():
+        if is_failing:
+            kept = (
+                f"the {engines[source]:.0f} engines that it told of before stay" if engines.get(source) else "none yet"
+            )
+            yield Finding(
+                "wrong",
+                "source_failing",
+                f"{source} gives no answer, or tells of no engine; {kept}.",
+                "GET /admin/engines and the log of llmserve say why.",
+            )
 
 
 def open_circuits(scrape: Scrape) -> Iterator[Finding]:

@@ -188,7 +188,7 @@ class Servers(EngineKind):
 
     @staticmethod
     def is_requested(settings: EngineConfig) -> bool:
-        return bool(settings.urls)
+        return bool(settings.urls or settings.sources)
 
     def check(self) -> None:
         names = [engine_name(url) for url in self.settings.urls]
@@ -196,18 +196,14 @@ class Servers(EngineKind):
             raise ConfigError("engine: the same server is given twice")
 
     def connect(self) -> list[OpenAIEngine]:
-        if self.settings.engines_are_groups:
-            return [
-                self._connected(EngineInfo(engine_name(url), group_server.SLOTS, False, worker=worker), url)
-                for worker, url in self.settings.placed_urls
-            ]
-        settings = self.settings
-        return [
-            self._refill(
-                engine_name(url), url, slots=settings.slots, worker=worker, by_priority=settings.engine_priority
-            )
-            for worker, url in settings.placed_urls
-        ]
+        return [self.client(url, worker) for worker, url in self.settings.placed_urls]
+
+    def client(self, url: str, worker: str = "") -> OpenAIEngine:
+        """The client of one server."""
+        settings, name = self.settings, engine_name(url)
+        if settings.engines_are_groups:
+            return self._connected(EngineInfo(name, group_server.SLOTS, False, worker=worker), url)
+        return self._refill(name, url, slots=settings.slots, worker=worker, by_priority=settings.engine_priority)
 
 
 KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL": Servers}
@@ -227,7 +223,10 @@ def engine_name(url: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or parts.query:
-        raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001, nor WORKER=URL")
+        raise ConfigError(
+            f"engine {url!r} is not a URL such as http://127.0.0.1:8001, nor WORKER=URL, dns:NAME:PORT or "
+            "k8s:NAMESPACE/SERVICE"
+        )
     if parts.username is not None:
         raise ConfigError("engine: give credentials with --engine-api-key, not inside the URL")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

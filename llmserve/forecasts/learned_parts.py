@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from llmserve.engines.openai import OpenAIEngine
+from llmserve.engines.engine import Engine
 from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.scheduler import Scheduler
@@ -84,26 +84,24 @@ def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learned:
     return Learned(scores, lengths, service)
 
 
-def engines_state(engines: Iterable[OpenAIEngine], scheduler: Scheduler) -> dict[str, Any]:
+def engines_state(engines: Iterable[Engine], scheduler: Scheduler) -> dict[str, Any]:
     """The slots found, the paces and the times of loads, by engine."""
     return {engine.info.name: _of_engine(engine, scheduler) for engine in engines}
 
 
-def _of_engine(engine: OpenAIEngine, scheduler: Scheduler) -> dict[str, Any]:
+def _of_engine(engine: Engine, scheduler: Scheduler) -> dict[str, Any]:
     known = scheduler.engines.get(engine.info.name)
     paces = engine.info.paces if known is None else {model: pace.value for model, pace in known.paces.items()}
     loads_s = engine.info.loads_s if known is None or known.loaded is None else known.loaded.loads_s
     return {"paces": paces, "loads_s": loads_s, "slots": engine.slots.state() if engine.slots is not None else None}
 
 
-def restore_engines(engines: Iterable[OpenAIEngine], state: dict[str, Any]) -> None:
-    """Continue from the state of engines of the same names."""
-    for engine in engines:
-        own = state.get(engine.info.name)
-        if own is None:
-            continue
-        paces = {model: float(pace) for model, pace in own["paces"].items()}
-        loads_s = {model: float(seconds) for model, seconds in own.get("loads_s", {}).items()}
-        engine.info = msgspec.structs.replace(engine.info, paces=paces, loads_s=loads_s)
-        if engine.slots is not None and own["slots"] is not None:
-            engine.slots.restore(own["slots"])
+def restore_engine(engine: Engine, own: dict[str, Any] | None) -> None:
+    """Continue from the state of an engine of the same name. own : None: nothing was learnt of it"""
+    if own is None:
+        return
+    paces = {model: float(pace) for model, pace in own["paces"].items()}
+    loads_s = {model: float(seconds) for model, seconds in own.get("loads_s", {}).items()}
+    engine.info = msgspec.structs.replace(engine.info, paces=paces, loads_s=loads_s)
+    if engine.slots is not None and own["slots"] is not None:
+        engine.slots.restore(own["slots"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ import msgspec
 
 from llmserve.calls.origins import Origins
 from llmserve.calls.prompt_size import PromptTokensByModel
-from llmserve.engines.openai import OpenAIEngine
-from llmserve.forecasts.learned_parts import engines_state, header_part, restore_engines, scheduler_saving
+from llmserve.engines.engine import Engine
+from llmserve.forecasts.learned_parts import engines_state, header_part, restore_engine, scheduler_saving
 from llmserve.forecasts.state_file import StateFile
 from llmserve.scheduling.lengths import Learned
 from llmserve.scheduling.programs.programs import NOTHING_LEARNT, LearntPrograms
@@ -44,6 +44,7 @@ class LearnedState:
 
     learners    by model; "": of every other model
     predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
+    engines     what was learnt of each engine before the start, by name
     models      `learnt` of the journal's header
     programs    `programs` of the header
     secret      as in Calls
@@ -52,15 +53,19 @@ class LearnedState:
     config: Config
     learners: dict[str, OnlineLearner]
     predictors: dict[str, str]
-    engines: Sequence[OpenAIEngine]
+    engines: dict[str, Any] = field(default_factory=dict)
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
     models: dict[str, Learned] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins)
     programs: LearntPrograms = NOTHING_LEARNT
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
 
-    def saving(self, scheduler: Scheduler) -> Saving:
-        """Make the state of everything in slices (predictor/state.py)."""
+    def recall(self, engine: Engine) -> None:
+        """Continue from what was learnt of an engine of this name before the start."""
+        restore_engine(engine, self.engines.get(engine.info.name))
+
+    def saving(self, scheduler: Scheduler, engines: Iterable[Engine]) -> Saving:
+        """Make the state of everything in slices (predictor/state.py). engines : those that the server has"""
         learners = {}
         for model, learner in self.learners.items():
             state = yield from learner.saving()
@@ -76,15 +81,18 @@ class LearnedState:
         return {
             "learners": learners,
             "scheduler": scheduled,
-            "engines": engines_state(self.engines, scheduler),
+            "engines": engines_state(engines, scheduler),
             "prompt_tokens": prompt_tokens,
             "routes": responses,
             "programs": {"kinds": kinds, "tools": tools},
             "secret": self.secret.hex(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state. Raises ValueError for a state of something else; then nothing here may be used."""
+    def restore(self, state: dict[str, Any], engines: Iterable[Engine]) -> None:
+        """Continue from a state. engines : those of the start
+
+        Raises ValueError for a state of something else; then nothing here may be used.
+        """
         for model, learner in self.learners.items():
             own = part(state, "learners").get(model)
             if own is None:
@@ -97,7 +105,9 @@ class LearnedState:
                 )
         self.models.update(header_part(part(state, "scheduler"), self.config.scheduling))
         self.prompt_tokens.restore(part(state, "prompt_tokens"))
-        restore_engines(self.engines, part(state, "engines"))
+        self.engines = part(state, "engines")
+        for engine in engines:
+            self.recall(engine)
         if "routes" in state:
             self.origins.restore(state["routes"])
         if "programs" in state:
@@ -109,7 +119,7 @@ def learned_before(
     config: Config,
     kept: StateFile | None,
     predictors: Mapping[str, PredictorProcess],
-    engines: Sequence[OpenAIEngine],
+    engines: Sequence[Engine],
 ) -> LearnedState:
     """The learning parts, with what was kept before. A file that cannot be used is set aside, with a warning.
 
@@ -119,22 +129,19 @@ def learned_before(
         try:
             state = kept.read()
             if state is not None:
-                parts = _nothing_learnt(config, predictors, engines)
-                parts.restore(state)
+                parts = _nothing_learnt(config, predictors)
+                parts.restore(state, engines)
                 return parts
         except Exception as error:  # a file must never keep a server from starting
             kept.set_aside(str(error))
-    return _nothing_learnt(config, predictors, engines)
+    return _nothing_learnt(config, predictors)
 
 
-def _nothing_learnt(
-    config: Config, predictors: Mapping[str, PredictorProcess], engines: Sequence[OpenAIEngine]
-) -> LearnedState:
+def _nothing_learnt(config: Config, predictors: Mapping[str, PredictorProcess]) -> LearnedState:
     models = ["", *sorted(set(by_model("predictor", config.prediction.predictor)) - {""})]
     secret, keys_max = secrets.token_bytes(SECRET_BYTES), config.prediction.memory_keys
     return LearnedState(
         config,
         {model: OnlineLearner(keys_max=keys_max, learns_text=keys_max > 0, secret=secret) for model in models},
         {model: predictors[model].mark.hex() if model in predictors else "" for model in models},
-        engines,
     )

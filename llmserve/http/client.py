@@ -92,6 +92,12 @@ class Response:
             await self._change()
         return body
 
+    async def next_bytes(self) -> bytes:
+        """The next bytes of the body, which it waits for; b"" at the end. Raises HttpError."""
+        while not (data := self.take()) and not self.complete:
+            await self._change()
+        return data
+
     def body(self, bytes_max: int) -> bytes | None:
         """The whole body; None until it is complete. Raises HttpError, also when it is larger."""
         if self.chunks:
@@ -438,6 +444,7 @@ class HttpClient:
     connect_s, idle_s, answer_s  longest connecting, longest silence in an answer, and longest time of a whole answer
     beside  another client of the server, with which this one shares the server's addresses
     headers_kept  names of an answer's headers, in lower case; the others are not kept
+    tls     of https; None: the system's authorities, without a certificate of one's own
     Raises ValueError for a URL that is not http or https.
     """
 
@@ -450,6 +457,7 @@ class HttpClient:
         answer_s: float,
         beside: HttpClient | None = None,
         headers_kept: Collection[bytes] = COMMON_HEADERS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -459,7 +467,7 @@ class HttpClient:
         self.headers_kept = FRAMING.union(headers_kept)
         self.heard_s = -math.inf  # on the event loop's clock, when bytes of a good answer came that are no comment
         self.connections: set[_Connection] = set()
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         port = parts.port or (443 if tls is not None else 80)
         own = Connector(parts.hostname, port, tls, connect_s)
         self._connector: Connector = beside._connector if beside is not None else own

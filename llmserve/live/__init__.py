@@ -10,6 +10,7 @@ watchdog     : finds the requests that an engine has lost while it goes on with 
 silence      : pure: which silence of an answer is normal for an engine now
 homes        : the groups of a gateway's plan: which has the requests of a stream and model
 handle       : one engine: state, measurements, and running calls
+membership   : which engines by URL there are, by the settings and by sources that find engines
 known_models : which models are known, and how many engines list each
 route_queues : queues beside a model's own, for calls that only some of its engines can serve
 part         : the driver of a server, which takes other engines while it runs

@@ -25,6 +25,7 @@ from llmserve.live.driver import Driver
 from llmserve.live.fleet import Fleet
 from llmserve.live.journal import Journal
 from llmserve.live.known_models import Listed
+from llmserve.live.membership import Membership
 from llmserve.live.reports import report
 from llmserve.live.routes import Routes
 from llmserve.live.solving import Solving
@@ -64,6 +65,7 @@ class LiveCluster:
         secret: bytes | None = None,
     ) -> None:
         self.scheduler, self.fleet, self.journal = scheduler, fleet, journal
+        self.membership = Membership(fleet)
         self.forecasts = forecasts or Forecasts()
         self.driver = Driver(scheduler, journal, self._carry_out, clock)
         self.estimator = Estimator(scheduler, fleet, self.driver.now_s)

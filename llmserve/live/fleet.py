@@ -96,6 +96,10 @@ class Fleet:
     # ---- models and engines -------------------------------------------------------------------------------------
 
     @property
+    def engines(self) -> Iterator[Engine]:
+        return (handle.engine for handle in self.handles.values())
+
+    @property
     def ready(self) -> dict[str, bool]:
         """Whether each engine takes new requests, by name."""
         return {name: handle.ready for name, handle in sorted(self.handles.items())}

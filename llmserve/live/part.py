@@ -8,15 +8,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
 from llmserve.engines.kinds import Servers, engine_name
+from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.part import Connected
 from llmserve.errors import ConfigError
-from llmserve.forecasts.learned_state import SECRET_BYTES, learned_before
+from llmserve.forecasts.learned_state import SECRET_BYTES, LearnedState, learned_before
 from llmserve.forecasts.lengths import Forecasts
 from llmserve.forecasts.part import RunningPredictors, forecaster
 from llmserve.forecasts.record import LengthRecord
@@ -26,6 +28,7 @@ from llmserve.live.cluster import LiveCluster
 from llmserve.live.fleet import Fleet
 from llmserve.live.homes import Homes
 from llmserve.live.journal import Header, Journal
+from llmserve.live.membership import SETTINGS
 from llmserve.part import Commit, Part, Server
 from llmserve.settings.by_model import PREFIX, by_model
 from llmserve.settings.tree import Config, EngineConfig
@@ -46,6 +49,19 @@ class Served:
     is_served: Callable[[str], bool]
     models: Collection[str] = ()
     homes: Homes | None = None
+
+
+@dataclass(frozen=True)
+class ByUrl:
+    """Makes the clients of engines by URL that come while the server runs, with what was learnt of them before."""
+
+    learned: LearnedState
+    servers: Servers
+
+    def client(self, url: str, worker: str = "") -> OpenAIEngine:
+        engine = self.servers.client(url, worker)
+        self.learned.recall(engine)
+        return engine
 
 
 class Live(Part):
@@ -110,11 +126,12 @@ class Live(Part):
         cluster.routes.origins = learned.origins
         async with AsyncExitStack() as stack:
             if kept is not None:
-                saver = server.add(Saver(kept, lambda: learned.saving(cluster.scheduler)))
+                saver = server.add(Saver(kept, lambda: learned.saving(cluster.scheduler, cluster.fleet.engines)))
                 stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learned
                 saver.start()
             stack.push_async_callback(cluster.close)
             server.add(cluster)
+            server.add(ByUrl(learned, Servers(server.config)))
             yield
 
     @contextlib.asynccontextmanager
@@ -131,18 +148,11 @@ class Live(Part):
     def change(self, server: Server, before: Config, after: Config) -> Commit:
         """Engines by URL. An engine that is not named any more gets no new requests, and goes when it is empty."""
         added, removed = _changes(before.engines, after.engines)
-        servers = Servers(msgspec.structs.replace(server.config, engines=after.engines))
-        servers.check()
-        fleet = server.get(LiveCluster).fleet
-
-        def commit() -> None:
-            for name in removed:
-                fleet.remove(fleet.handles[name])
-            for engine in servers.connect() if added else []:
-                if engine.info.name in added:
-                    fleet.add(engine)
-
-        return commit
+        Servers(msgspec.structs.replace(server.config, engines=after.engines)).check()
+        membership, by_url = server.get(LiveCluster).membership, server.get(ByUrl)
+        return lambda: membership.change(
+            SETTINGS, {name: partial(by_url.client, url, worker) for name, (worker, url) in added.items()}, removed
+        )
 
 
 def _secret_of(engines: EngineConfig) -> bytes | None:
@@ -152,28 +162,28 @@ def _secret_of(engines: EngineConfig) -> bytes | None:
     return blake2b(engines.engine_api_key.encode(), digest_size=SECRET_BYTES, person=b"hashes").digest()
 
 
-def _changes(old: EngineConfig, new: EngineConfig) -> tuple[set[str], set[str]]:
-    """Names of the engines that were added and removed. Raises ConfigError."""
+def _changes(old: EngineConfig, new: EngineConfig) -> tuple[dict[str, tuple[str, str]], set[str]]:
+    """The engines that were added, as (worker, URL) by name, and the names of those removed. Raises ConfigError."""
     if old.engine == new.engine:
-        return set(), set()
-    if not old.urls or (old.has_vllm, old.has_embedded) != (new.has_vllm, new.has_embedded):
+        return {}, set()
+    if not (old.urls or old.sources) or (old.has_vllm, old.has_embedded) != (new.has_vllm, new.has_embedded):
         raise ConfigError("engine: only URLs can change while the server runs: restart it")
     new.check()
-    before = {engine_name(url): worker for worker, url in old.placed_urls}
-    after = {engine_name(url): worker for worker, url in new.placed_urls}
+    before = {engine_name(url): (worker, url) for worker, url in old.placed_urls}
+    after = {engine_name(url): (worker, url) for worker, url in new.placed_urls}
     for name in before.keys() & after.keys():
-        if before[name] != after[name]:
+        if before[name][0] != after[name][0]:
             raise ConfigError(f"engine: the worker of {name} cannot change while the server runs: restart it")
-    if not after:
+    if not after and not new.sources:
         raise ConfigError("engine: the last URL cannot go while the server runs")
-    return after.keys() - before.keys(), before.keys() - after.keys()
+    return {name: after[name] for name in after.keys() - before.keys()}, before.keys() - after.keys()
 
 
 async def _warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
     """Wait until all engines are up, then warn of settings for models that no engine serves."""
     if config.engines.group is not None:  # servers of other groups may serve the other models
         return
-    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
+    while not (cluster.engines_ready and all(cluster.engines_ready.values())):  # noqa: ASYNC110 (no event to wait for)
         await asyncio.sleep(0.2)
     slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
     for setting, texts in (

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.handle import EngineHandle
+from llmserve.live.membership import Looked
 from llmserve.observe.counters import Rows
 from llmserve.observe.energy import EnergyMeter
 from llmserve.scheduling.engines import EngineState
@@ -107,6 +108,9 @@ class SchedulerReading:
         handles = sorted(self._cluster.fleet.handles.items())
         programs = [(name, handle.probed.program) for name, handle in handles if handle.state.seen]
         return [((name, program.dialect.name, program.version), 1) for name, program in programs]
+
+    def of_sources(self, value: Callable[[Looked], float]) -> Rows:
+        return counts({text: value(looked) for text, looked in self._cluster.membership.looked.items()})
 
     def paces(self) -> Rows:
         return [

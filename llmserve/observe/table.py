@@ -269,6 +269,18 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         "kept",
         kind="counter",
     ),
+    _read(
+        "source_engines",
+        "Engines that a source of engines tells of, such as dns:NAME:PORT",
+        lambda now: now.of_sources(lambda looked: len(looked.engines)),
+        "source",
+    ),
+    _read(
+        "source_failing",
+        "1 while a source of engines gives no answer, or tells of none: engines found before stay",
+        lambda now: now.of_sources(lambda looked: bool(looked.trouble)),
+        "source",
+    ),
     _read("engines_wanted", "Engines that the model's requests need, by forecasts", SchedulerReading.wanted, "model"),
     _read(
         "prediction_trusted",

@@ -53,6 +53,14 @@ class EngineSeen(msgspec.Struct, frozen=True):
     ledger_tokens: int
 
 
+class SourceSeen(msgspec.Struct, frozen=True):
+    """A source of engines. trouble : "": it tells of these engines"""
+
+    name: str
+    engines: int
+    trouble: str
+
+
 class Waiting(msgspec.Struct, frozen=True):
     """Requests that wait, of a model or of a share; see Request.share."""
 
@@ -101,6 +109,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     queue_s        the same from arrival to start
     joules         of all engines since the start; None: unknown
     engines_in_all, running  how many there are; the lists may have fewer
+    sources        where engines are found while the server runs
     models, shares who waits, the most first
     requests       the ended ones first
     programs       those that are present
@@ -123,6 +132,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     joules: float | None
     engines_in_all: int
     engines: list[EngineSeen]
+    sources: list[SourceSeen]
     models: list[Waiting]
     shares: list[Waiting]
     requests: list[RequestSeen]
@@ -224,6 +234,10 @@ class Watch:
             joules=None if self._meter is None else self._meter.joules(now_s),
             engines_in_all=len(handles),
             engines=[self._engine(handle) for handle in handles[:ENGINES_MAX]],
+            sources=[
+                SourceSeen(text, len(looked.engines), looked.trouble)
+                for text, looked in sorted(cluster.membership.looked.items())
+            ],
             models=models,
             shares=shares,
             requests=[*self._requests, *running[:RUNNING_MAX]],

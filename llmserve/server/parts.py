@@ -6,6 +6,7 @@ at the same time, for each takes seconds.
 
 from __future__ import annotations
 
+from llmserve.discovery.part import Discovery
 from llmserve.engines.part import Engines
 from llmserve.forecasts.part import Predictors, State
 from llmserve.gateway.part import Admitting, Sockets
@@ -33,6 +34,7 @@ PARTS: Parts = (
     Energy(),
     Measurements(),
     KvEvents(),
+    Discovery(),
     Keys(),
     Admitting(),
     Jobs(),

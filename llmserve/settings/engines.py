@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,28 @@ from msgspec import Meta
 from llmserve.errors import ConfigError
 
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
+SOURCE = re.compile(r"(dns|k8s|inferencepool)(\+https)?:(.+)", re.ASCII)
+DNS_PLACE = re.compile(r"([\w.-]+)(?::(\d{1,5}))?", re.ASCII)
+KUBERNETES_PLACE = re.compile(r"(?:([a-z0-9-]+)/)?([a-z0-9.-]+)(?::([a-z0-9-]+))?", re.ASCII)
 REPLANNING = "`llmserve up CLUSTER.toml` plans groups again, with [planning] in its file"
+
+
+class SourceEntry(NamedTuple):
+    """Where engines are found while the server runs.
+
+    text       as the settings name it
+    kind       "dns", "k8s" or "inferencepool"
+    scheme     of the engines' URLs
+    namespace  of Kubernetes; "": the server's own
+    port       of the engines, a number or the name of a Service's port; "": the source tells it
+    """
+
+    text: str
+    kind: str
+    scheme: str
+    namespace: str
+    name: str
+    port: str
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +42,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: Annotated[
         tuple[str, ...],
         Meta(
-            description="URL of an OpenAI-compatible server, `vllm` (llmserve starts one for each GPU) or `embedded` "
-            "(a small model on the CPU); repeat for several. Engines with the same WORKER before their URLs share a "
+            description="URL of an OpenAI-compatible server, `vllm` (llmserve starts one for each GPU), `embedded` "
+            "(a small model on the CPU), or where servers are found: `dns:NAME:PORT` (addresses of a name), `dns:NAME` "
+            "(SRV), `k8s:NAMESPACE/SERVICE[:PORT]` or `inferencepool:NAMESPACE/NAME`; repeat for several. Engines "
+            "with the same WORKER before their URLs share a "
             "GPU: with --barrier only one of them runs a batch at a time (default: embedded)",
             extra={"metavar": "[WORKER=]URL"},
         ),
@@ -157,12 +180,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def placed_urls(self) -> tuple[tuple[str, str], ...]:
         """(worker, URL) of each engine by URL; worker "": the engine shares its GPU or CPU with no other engine."""
-        return tuple(_placed(entry) for entry in self.engine if entry not in ("vllm", "embedded"))
+        return tuple(
+            _placed(entry) for entry in self.engine if entry not in ("vllm", "embedded") and not SOURCE.fullmatch(entry)
+        )
+
+    @property
+    def sources(self) -> tuple[SourceEntry, ...]:
+        """Where engines are found while the server runs. Raises ConfigError."""
+        return tuple(source_of(entry) for entry in self.engine if SOURCE.fullmatch(entry))
 
     def check(self) -> None:
         """Raise ConfigError on settings that contradict each other."""
+        self.sources  # noqa: B018 (each is parsed)
         for worker, url in self.placed_urls:
-            if url in ("", "vllm", "embedded"):
+            if url in ("", "vllm", "embedded") or SOURCE.fullmatch(url):
                 raise ConfigError(f"engine: only a URL can have a worker, not {worker}={url}")
             if worker == "embedded" and self.has_embedded and not self.barrier:
                 raise ConfigError(
@@ -173,7 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("engine: the same server is given twice")
         if self.has_vllm and self.model is None:
             raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
-        if self.engines_are_groups and (self.barrier or len(self.urls) < len(self.engine or ("embedded",))):
+        if self.engines_are_groups and (self.barrier or self.has_vllm or self.has_embedded):
             raise ConfigError("engines_are_groups: only URLs can be groups, without --barrier")
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
@@ -183,6 +214,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_plan()
 
     def _check_plan(self) -> None:
+        if self.sources and self.plan is not None:
+            raise ConfigError(f"plan: it names its workers, so {self.sources[0].text} cannot be one: give URLs")
         if self.group is not None and self.plan is None:
             raise ConfigError("group has no effect without --plan")
         if self.plan is not None and (self.group is None) != self.engines_are_groups:
@@ -196,6 +229,24 @@ def _placed(entry: str) -> tuple[str, str]:
     """Split WORKER=URL. A worker's name cannot contain `:` or `/`, so a `=` inside a URL is no separator."""
     worker, separator, url = entry.partition("=")
     return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
+
+
+def source_of(text: str) -> SourceEntry:
+    """What an entry with the form of a source names. Raises ConfigError."""
+    entry = SOURCE.fullmatch(text)
+    assert entry is not None, "EngineConfig.sources has only such entries"
+    kind, https, place = entry.groups()
+    scheme = "https" if https else "http"
+    if kind == "dns":
+        found = DNS_PLACE.fullmatch(place)
+        if found is None or not 0 < int(found[2] or 1) < 1 << 16:
+            raise ConfigError(f"engine: {text!r} is neither dns:NAME:PORT (addresses) nor dns:NAME (SRV)")
+        return SourceEntry(text, kind, scheme, "", found[1], found[2] or "")
+    found = KUBERNETES_PLACE.fullmatch(place)
+    if found is None or (kind == "inferencepool" and found[3]):
+        form = "k8s:NAMESPACE/SERVICE[:PORT]" if kind == "k8s" else "inferencepool:NAMESPACE/NAME"
+        raise ConfigError(f"engine: {text!r} is not {form}")
+    return SourceEntry(text, kind, scheme, found[1] or "", found[2], found[3] or "")
 
 
 def aliases_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -55,8 +55,13 @@ class AdminEndpoints:
         router.add_api_route("/engines/{name:path}/{order}", self.engine_action, methods=["POST"], dependencies=key)
 
     async def list_engines(self) -> Response:
-        """The engines, and what each is doing."""
-        return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
+        """The engines, what each is doing, and what the sources of engines tell."""
+        engines = [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]
+        looked = sorted(self._cluster.membership.looked.items())
+        sources = [
+            {"source": text, "engines": list(one.engines), "trouble": one.trouble or None} for text, one in looked
+        ]
+        return json_response({"engines": engines, "sources": sources})
 
     async def list_waiting(self) -> Response:
         """The requests that wait, in the order in which they would start; and the programs that are present."""
@@ -123,4 +128,5 @@ class AdminEndpoints:
             "kept_programs": self._cluster.scheduler.group.programs.kept(handle.name)[0],
             "models": list(handle.models),
             "worker": handle.info.worker or None,
+            "source": self._cluster.membership.source_of(handle.name) or None,
         }

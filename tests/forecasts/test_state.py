@@ -30,7 +30,7 @@ from llmserve.calls.origins import Origin, Origins
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import ConfigError
-from llmserve.forecasts.learned_parts import engines_state, restore_engines
+from llmserve.forecasts.learned_parts import engines_state, restore_engine
 from llmserve.forecasts.saver import Saver
 from llmserve.forecasts.state_file import StateFile, decoded, encoded, opened
 from llmserve.gateway.parse import PREDICTED_HEADER
@@ -588,7 +588,7 @@ def test_the_time_of_a_load_is_known_again() -> None:
     first.handle(RequestArrived(Request(1, model="a")), 0.0)
     first.handle(AnswerBegan(1), 7.0)
     again = OpenAIEngine(info, "http://127.0.0.1:9")
-    restore_engines([again], engines_state([engine], first))
+    restore_engine(again, engines_state([engine], first)[info.name])
     loaded = started(again).engines[info.name].loaded
     assert loaded is not None
     assert loaded.loads_s == {"a": 7.0}

@@ -185,6 +185,8 @@ function tables(now) {
   });
   if (now.engines_in_all > now.engines.length) rows.push(element("tr", element("td", `… and ${now.engines_in_all - now.engines.length} more`)));
   $("engines").tBodies[0].replaceChildren(...rows);
+  $("sources").hidden = now.sources.length === 0;
+  $("sources").textContent = now.sources.map((source) => `${source.name}: ${source.engines} engines${source.trouble && ` (${source.trouble})`}`).join("; ");
   for (const [id, waiting, nobody] of [["models", now.models, "any model"], ["shares", now.shares, "without a key"]]) {
     const lines = waiting.map((entry) => element("tr", element("td", entry.name || nobody), number(entry.requests)));
     $(id).tBodies[0].replaceChildren(...(lines.length ? lines : [element("tr", element("td", "nobody"))]));
