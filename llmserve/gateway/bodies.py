@@ -16,7 +16,6 @@ from msgspec import Meta, Raw
 
 from llmserve.errors import BadRequest
 from llmserve.gateway.shaping import settings_of
-from llmserve.programs.sources import FIELDS
 from llmserve.settings.load import flag_of
 from llmserve.wire.json_text import NESTING_MAX, Scalar, count_of, fault_of, is_too_deep, readable_numbers, truth_of
 
@@ -122,8 +121,7 @@ class StreamOptions(msgspec.Struct):
 class Asked(msgspec.Struct, kw_only=True):
     """A request for an answer. Other fields are forwarded to the engine without a check.
 
-    A Raw field is a view of the body, and empty when the field is absent. The last fields may hold a session's id, see
-    llmserve/programs/sources.py.
+    A Raw field is a view of the body, and empty when the field is absent. The last fields are SESSION_FIELDS.
     model : None: the only one that there is
     """
 
@@ -137,11 +135,6 @@ class Asked(msgspec.Struct, kw_only=True):
     session_params: Raw = Raw()
 
     @property
-    def sent_ids(self) -> dict[str, bytes]:
-        """The JSON of the fields that may hold a session's id."""
-        return {name: bytes(raw) for name in FIELDS if (raw := getattr(self, name))}
-
-    @property
     def streams(self) -> bool:
         """Whether the answer is a stream. Raises BadRequest."""
         stream = self.stream
@@ -151,6 +144,10 @@ class Asked(msgspec.Struct, kw_only=True):
         if streams is None:
             raise unreadable("stream", "neither true nor false, and the form of the answer depends on it")
         return streams
+
+
+SESSION_FIELDS = ("metadata", "nvext", "program_id", "prompt_cache_key", "session_id", "session_params")
+"""Those that may hold a session's id, see llmserve/programs/sources.py."""
 
 
 class Levelled(Asked, kw_only=True):

@@ -25,7 +25,8 @@ from llmserve.gateway.bodies import (
 from llmserve.gateway.draft import NO_HEADERS, Draft
 from llmserve.gateway.endpoints import ENDPOINTS, AnswerBody, Answers, FormFile, PromptFields
 from llmserve.gateway.prompts import ReadPrompt
-from llmserve.programs.sources import HEADERS, Sent, sent_in_body, sent_in_headers
+from llmserve.gateway.session_ids import SessionIds
+from llmserve.programs.sources import Sent
 from llmserve.programs.trail import Trail
 from llmserve.request import Bounds, Call, Wire, Written
 from llmserve.settings.deadlines import SLO_MS_MAX
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from llmserve.settings.tree import ApiConfig
 
 FORWARDED_CHARS_MAX = 256
-READ_HEADERS = (SLO_HEADER, PREDICTED_HEADER, STREAM_HEADER, RECEIPT_HEADER, *HEADERS)
+SESSION_IDS = SessionIds()
 OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
 SENDER_CHARACTERS = 512  # of a prompt without an answer, by which senders without a key are told apart
 USAGE_FIELD = b'"stream_options":{"include_usage":true},'
@@ -63,23 +64,23 @@ def parse_call(
     return draft.call()
 
 
-def read_request(draft: Draft, limits: BodyLimits, secret: bytes = b"") -> None:
+def read_request(draft: Draft, limits: BodyLimits, secret: bytes = b"", session_ids: SessionIds = SESSION_IDS) -> None:
     """Fill in what the body and the client's headers say. Raises BadRequest, which names the field or the header.
 
     secret : of the hashes of the prompt's blocks
     """
     reads = draft.endpoint.reads
     if isinstance(reads, Answers):
-        _read_answers(draft, reads, limits, secret)
+        _read_answers(draft, reads, limits, secret, session_ids)
     else:
         _read_prompt(draft, reads, limits)
     draft.model = draft.prompt.model
 
 
-def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: bytes) -> None:
+def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: bytes, session_ids: SessionIds) -> None:
     endpoint, headers, data = draft.endpoint, draft.headers, without_bom(draft.body)
     body: AnswerBody
-    body, text = read_body(reads.decoder, data, limits)
+    body, text = read_body(session_ids.decoder(reads), data, limits)
     output_tokens_max = body.output_tokens_max
     read = reads.read(body, body.stops(), output_tokens_max)
     _check_length(body.prompt_field, read, limits)
@@ -104,9 +105,9 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: byte
     draft.blocks, share = prompt_blocks(read.pieces, read.prompt.model, secret)
     draft.block_share = share / read.prompts
     draft.trail = read.trail
-    if not headers.keys().isdisjoint(READ_HEADERS):
+    if not headers.keys().isdisjoint(session_ids.headers):
         _read_terms(draft, headers)
-        _belongs(draft, body, sent_in_headers(headers))
+        _belongs(draft, body, session_ids.in_headers(headers))
     if (
         body.session_id
         or body.prompt_cache_key
@@ -114,8 +115,9 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: byte
         or body.nvext
         or body.program_id
         or body.session_params
+        or session_ids.own_fields
     ):
-        _belongs(draft, body, sent_in_body(body.sent_ids))
+        _belongs(draft, body, session_ids.in_body(body))
     passed = _forwarded(headers, endpoint.headers)
     draft.wire = Wire(endpoint.path, sent, stream, written, passed, "", endpoint.form)
 

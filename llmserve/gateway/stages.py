@@ -22,7 +22,9 @@ from llmserve.gateway.aliases import Aliases, only_model, with_model
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.fitting import check_served
 from llmserve.gateway.parse import limits_of, read_request
+from llmserve.gateway.session_ids import SessionIds
 from llmserve.programs.known_programs import KnownPrograms
+from llmserve.programs.sources import sources_of
 from llmserve.request import Call
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.tenants.authentication import Keys, authorization_of
@@ -96,7 +98,7 @@ def of_clients(
     fair_by = shared_by(config.fair_by, keys=key_limits.keys.required)
     return Admission(
         head=[while_serving(cluster), authenticated(key_limits.keys), within_limits(key_limits)],
-        body=[reading(limits_of(config), cluster.calls.secret)],
+        body=[reading(limits_of(config), cluster.calls.secret, config.session_from)],
         last=[
             *_naming(cluster, aliases),
             own_stream,
@@ -161,11 +163,14 @@ def within_limits(key_limits: KeyLimits) -> Stage:
 # ---- the body ------------------------------------------------------------------------------------------------------
 
 
-def reading(limits: BodyLimits, secret: bytes) -> Stage:
-    """Read the body and the client's headers. secret : of the hashes of the prompt's blocks"""
+def reading(limits: BodyLimits, secret: bytes, session_from: Iterable[str] = ()) -> Stage:
+    """Read the body and the client's headers. secret : of the hashes of the prompt's blocks.  session_from : the
+    setting
+    """
+    session_ids = SessionIds(sources_of(session_from))
 
     def read(draft: Draft) -> None:
-        read_request(draft, limits, secret)
+        read_request(draft, limits, secret, session_ids)
 
     return read
 

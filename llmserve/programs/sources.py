@@ -1,23 +1,26 @@
 """What clients send of their sessions: a table, one entry a client. To add a client, add an entry.
 
 An entry names headers and fields of the body. A session may have several contexts at once, such as those of an agent
-and of its sub-agents: where a client names the context, too, each is a program of its own. Ids are hashed where they
-are remembered; none is logged or kept.
+and of its sub-agents: where a client names the context, too, each is a program of its own. A site whose clients name
+sessions in a way of their own has one more entry, by the setting `session_from`. Ids are hashed where they are
+remembered; none is logged or kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+
+from llmserve.errors import ConfigError
 
 VALUE_CHARS_MAX = 256  # of an id; a longer one counts as none
 FIELD_BYTES_MAX = 4 << 10  # of an object in the body that may hold an id
 PROGRAM_HEADER = "x-llmserve-program"  # also of answers: the program to which the request was counted
 SESSION_HEADER = "x-llmserve-session"
-OWN = "llmserve"
+OWN, SITE = "llmserve", "site"
 _TOLD = re.compile(r"[0-9a-f]{12}")
 
 
@@ -118,32 +121,60 @@ SOURCES = (
 )
 """In the order in which they are tried: what names a context before what names only its session."""
 
-HEADERS = tuple([name for source in SOURCES for name in (*source.sessions, *source.contexts)])
-FIELDS = tuple(dict.fromkeys([place.partition(".")[0] for source in SOURCES for place in source.fields]))
-"""Those of the body that may hold ids."""
-
-_IN_HEADERS = tuple([source for source in SOURCES if source.sessions])
-_IN_BODY = tuple([source for source in SOURCES if source.fields])
+_FORMS = {"header": re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII), "body": re.compile(r"[\w-]+(\.[\w-]+)*")}
 
 
-def sent_in_headers(headers: Mapping[str, str]) -> Sent | None:
-    """The ids in a request's headers, which have lower-case names; None: there are none."""
-    for source in _IN_HEADERS:
-        session, context = _first(headers, source.sessions), _first(headers, source.contexts)
-        if session or context:
-            return _sent(source, session, context, _first(headers, source.parents))
-    return None
+class Sources:
+    """The entries that a server reads, in their order.
+
+    headers  all that may hold ids.  fields : of the body, likewise
+    """
+
+    def __init__(self, entries: Sequence[Source] = SOURCES) -> None:
+        self.headers = tuple([name for entry in entries for name in (*entry.sessions, *entry.contexts)])
+        self.fields = tuple(dict.fromkeys([place.partition(".")[0] for entry in entries for place in entry.fields]))
+        self._in_headers = [entry for entry in entries if entry.sessions]
+        self._in_body = [entry for entry in entries if entry.fields]
+
+    def sent_in_headers(self, headers: Mapping[str, str]) -> Sent | None:
+        """The ids in a request's headers, which have lower-case names; None: there are none."""
+        for entry in self._in_headers:
+            session, context = _first(headers, entry.sessions), _first(headers, entry.contexts)
+            if session or context:
+                return _sent(entry, session, context, _first(headers, entry.parents))
+        return None
+
+    def sent_in_body(self, fields: Mapping[str, bytes]) -> Sent | None:
+        """The ids in a request's body; None: there are none. fields : the JSON of those of `fields` that it has"""
+        for entry in self._in_body:
+            for place in entry.fields:
+                if session := entry.reads(_at(fields, place)):
+                    context = [_at(fields, of_context) for of_context in entry.context_fields]
+                    parent = [_at(fields, of_parent) for of_parent in entry.parent_fields]
+                    return _sent(entry, session, "".join(context), "".join(parent))
+        return None
 
 
-def sent_in_body(fields: Mapping[str, bytes]) -> Sent | None:
-    """The ids in a request's body; None: there are none. fields : the JSON of the FIELDS that the body has"""
-    for source in _IN_BODY:
-        for place in source.fields:
-            if session := source.reads(_at(fields, place)):
-                context = [_at(fields, of_context) for of_context in source.context_fields]
-                parent = [_at(fields, of_parent) for of_parent in source.parent_fields]
-                return _sent(source, session, "".join(context), "".join(parent))
-    return None
+KNOWN = Sources()
+
+
+def sources_of(session_from: Iterable[str]) -> Sources:
+    """The table with the entry of a site, behind llmserve's own headers. session_from : the setting
+
+    Raises ConfigError.
+    """
+    names: dict[str, list[str]] = {"header": [], "body": []}
+    for text in session_from:
+        kind, _, name = text.partition(":")
+        if kind not in _FORMS or _FORMS[kind].fullmatch(name) is None:
+            raise ConfigError(
+                f"session_from: {text!r} is not `header:NAME` or `body:FIELD`, such as body:metadata.chat"
+            )
+        names[kind].append(name.lower() if kind == "header" else name)
+    if not any(names.values()):
+        return KNOWN
+    site = Source(SITE, tuple(names["header"]), fields=tuple(names["body"]))
+    return Sources((SOURCES[0], site, *SOURCES[1:]))
 
 
 def _sent(source: Source, session: str, context: str, parent: str) -> Sent:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from llmserve.programs.sources import sources_of
 from llmserve.settings.deadlines import DefaultDeadlines
 
 
@@ -42,6 +43,15 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
             "each API key, stream or client address (default: key with --api-key-file, else none)"
         ),
     ] = None
+    session_from: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="where this site's clients name the session of a request, beside the places that are known: "
+            "`header:NAME`, or `body:FIELD`, a field of the JSON body or of an object there, such as "
+            "body:metadata.thread. The first one that a request has counts. Repeat for several",
+            extra={"metavar": "header:NAME|body:FIELD"},
+        ),
+    ] = ()
     tokens_per_minute_max: Annotated[
         int,
         Meta(ge=0, description="tokens of prompts and answers per minute and API key; 0: no limit"),
@@ -67,3 +77,4 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         DefaultDeadlines(self.slo_ms)
+        sources_of(self.session_from)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmserve.gateway.bodies import BodyLimits
@@ -15,14 +15,14 @@ from llmserve.programs.known_programs import KnownPrograms, Member
 from llmserve.wire.tool_calls import ids_of
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-READ = reading(BodyLimits(), b"secret")
 SHELL: dict[str, Any] = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
 
 
 class Asking:
-    """Asks as clients do, at times that a test sets."""
+    """Asks as clients do, at times that a test sets. session_from : the setting"""
 
-    def __init__(self) -> None:
+    def __init__(self, session_from: Sequence[str] = ()) -> None:
+        self._read = reading(BodyLimits(), b"secret", session_from)
         self.found = Counter[str]()
         self.programs = KnownPrograms(b"secret", lambda source: self.found.update((source,)))
         self.now_s = 0.0
@@ -35,7 +35,7 @@ class Asking:
         field = "input" if path == RESPONSES else "messages"
         body = asked if isinstance(asked, dict) else {"model": "m", field: asked, **fields}
         draft = Draft(ENDPOINTS[path], headers or {}, body=json.dumps(body).encode(), key=key)
-        READ(draft)
+        self._read(draft)
         self._identify(draft)
         return draft
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from agents.asking import CHAT, MESSAGES, RESPONSES, RULES, SHELL, Asking, calls, result, user
 
-from llmserve.gateway.bodies import ChatBody
-from llmserve.programs.sources import FIELDS, HEADERS, SOURCES, Sent, sent_in_body, sent_in_headers
+from llmserve.errors import ConfigError
+from llmserve.gateway.bodies import SESSION_FIELDS, ChatBody
+from llmserve.programs.sources import KNOWN, SOURCES, Sent
+from llmserve.settings.limits import ApiConfig
 
 SESSION = "0199f1c2-5d3e-7a41-b1c6-0c7e3f5a9b21"
 IN_HEADERS = [
@@ -45,20 +47,20 @@ IN_BODY: list[tuple[dict[str, Any], Sent | None]] = [
 
 @pytest.mark.parametrize(("headers", "sent"), IN_HEADERS)
 def test_ids_in_headers(headers: dict[str, str], sent: Sent | None) -> None:
-    assert sent_in_headers(headers) == sent
+    assert KNOWN.sent_in_headers(headers) == sent
 
 
 @pytest.mark.parametrize(("fields", "sent"), IN_BODY)
 def test_ids_in_the_body(fields: dict[str, Any], sent: Sent | None) -> None:
     body = {name: json.dumps(value).encode() for name, value in fields.items()}
-    assert sent_in_body(body) == sent
+    assert KNOWN.sent_in_body(body) == sent
     trail = Asking().asked([user("hi")], **fields).trail
     assert (trail.sent if trail is not None else None) == sent
 
 
 def test_all_fields_and_headers_of_the_table_are_read() -> None:
-    assert set(FIELDS) <= set(ChatBody.__struct_fields__)
-    assert all(name in HEADERS for source in SOURCES for name in (*source.sessions, *source.contexts))
+    assert set(SESSION_FIELDS) == set(KNOWN.fields) <= set(ChatBody.__struct_fields__)
+    assert all(name in KNOWN.headers for source in SOURCES for name in (*source.sessions, *source.contexts))
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
@@ -131,3 +133,47 @@ def test_completions_have_programs_where_ids_are_sent() -> None:
     assert asking.asked({"model": "m", "prompt": "a b c"}, "/v1/completions").program == 0
     drafts = [asking.asked({"model": "m", "prompt": [1, 2], "session_id": "s"}, "/v1/completions") for _ in range(2)]
     assert drafts[0].program == drafts[1].program != 0
+
+
+# ---- a site's own ------------------------------------------------------------------------------------------------
+
+OWN = ("header:X-Chat-Id", "body:metadata.thread", "body:chat-thread", "body:previous_response_id", "body:answers")
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "session"),
+    [
+        ({"x-chat-id": "c"}, {}, "c"),
+        ({"x-chat-id": "c"}, {"metadata": {"thread": "t"}}, "c"),
+        ({}, {"metadata": {"thread": "t", "user_id": "ann"}}, "t"),
+        ({}, {"chat-thread": 7}, "7"),
+        ({}, {"answers": "a"}, "a"),
+        ({}, {"chat-thread": {"id": "not here"}}, None),
+        ({"x-session-id": "s"}, {}, None),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_site_names_headers_and_fields_of_its_own(
+    path: str, headers: dict[str, str], fields: dict[str, Any], session: str | None
+) -> None:
+    trail = Asking(OWN).ask([user("hi")], path, headers, **fields).trail
+    sent = trail.sent if trail is not None else None
+    assert (sent.session if sent is not None and sent.client == "site" else None) == session
+
+
+def test_a_sites_field_may_be_one_that_bodies_have_anyway() -> None:
+    trail = Asking(OWN).ask([user("hi")], RESPONSES, previous_response_id="r").trail
+    assert trail is not None
+    assert trail.sent == Sent("site", "r")
+
+
+def test_what_an_answer_has_told_counts_before_a_sites_header() -> None:
+    trail = Asking(OWN).ask([user("hi")], headers={"x-chat-id": "c", "x-llmserve-session": "s"}).trail
+    assert trail is not None
+    assert trail.sent == Sent("llmserve", "s")
+
+
+@pytest.mark.parametrize("text", ["x-chat-id", "header:", "header:x chat", "body:a..b", "cookie:chat", "body:"])
+def test_a_place_that_is_no_header_and_no_field_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="session_from"):
+        ApiConfig(session_from=(text,))

@@ -21,7 +21,7 @@ from llmserve.observe.scrape import Scrape
 from llmserve.scheduling.messages import RequestArrived, RequestEnded
 from llmserve.scheduling.programs import tools
 from llmserve.server.serving import serving
-from llmserve.settings.tree import Config, EngineConfig, LiveConfig, ServerConfig
+from llmserve.settings.tree import ApiConfig, Config, EngineConfig, LiveConfig, ServerConfig
 
 HOLD_S = 1000.0
 
@@ -67,6 +67,16 @@ async def test_a_chat_is_of_no_program(start_front: StartFront) -> None:
             assert "x-llmserve-program" not in response.headers
     requests: list[Any] = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
     assert (requests[0].request.program, requests[0].request.step) == (0, 0)
+
+
+async def test_a_sites_own_header_names_the_session(start_front: StartFront) -> None:
+    told = []
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, limits=ApiConfig(session_from=("header:X-Chat-Id",)))
+        for chat in ("one", "two", "one"):
+            async with front.post(headers={"X-Chat-Id": chat}) as response:
+                told.append(response.headers["x-llmserve-program"])
+    assert told[0] == told[2] != told[1]
 
 
 async def test_what_an_engine_keeps_for_programs_is_in_the_metrics_once_programs_come(start_front: StartFront) -> None:
