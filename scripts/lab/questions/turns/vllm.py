@@ -127,12 +127,16 @@ async def engine(python: str, kv_tokens: int) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def reached(arrangement: str, url: str, kv_tokens: int, costs: Costs, router: str | None) -> AsyncIterator[str]:
-    """The URL that the sessions of an arrangement ask. A server in front has learnt nothing."""
+async def reached(
+    arrangement: str, url: str, kv_tokens: int, costs: Costs, router: str | None, journal: Path | None = None
+) -> AsyncIterator[str]:
+    """The URL that the sessions of an arrangement ask. A server in front has learnt nothing. journal : of llmserve"""
     if arrangement == DIRECT:
         yield url
         return
     flags = ["--log-level", "warning", "--slots", str(SLOTS), "--engine", url]
+    if journal is not None:
+        flags += ["--journal", str(journal)]
     if arrangement == LLMSERVE:
         async with front_end(arrangement, *flags) as server:
             yield server.url
@@ -269,7 +273,8 @@ async def measure(args: argparse.Namespace) -> None:
                 simulated(sessions, rate, kv_tokens, costs, arrangement).summary() if arrangement != ROUTER else {}
             )
             salt = f"{args.seed}{arrangement}"
-            async with reached(arrangement, server.url, kv_tokens, costs, args.router) as url:
+            journal = args.journals and args.journals / f"{args.cell}-{args.seed}-{arrangement}.jsonl"
+            async with reached(arrangement, server.url, kv_tokens, costs, args.router, journal) as url:
                 agents = Agents(url, sessions, args.seed, salt)
                 begun_s = time.perf_counter()
                 outcome = await agents.at_their_times(rate)
@@ -342,6 +347,7 @@ def main() -> None:
     add("--sessions", type=int, default=135, help="of agents, and as many chats (%(default)s)")
     add("--load", type=positive, default=0.95, help="of the rate that vLLM serves warm (%(default)s)")
     add("--requests-per-s", type=positive, help="that rate, as an earlier run has measured it")
+    add("--journals", type=Path, metavar="DIR", help="keep llmserve's journals in this folder")
     add("--output", type=Path, help="write the results as JSON; rows of other cases stay")
     add("--report", action="store_true", help="measure nothing: print the tables of --output")
     args = parser.parse_args()
