@@ -15,6 +15,7 @@ from bins.profile import StepTimes
 from predictor.prompt import Prompt
 
 BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
+BLOCK_BYTES = 512  # of a block whose hash a Request has: some 128 tokens of English
 
 
 # Defaults of Request, Terms and Draft: a journal leaves out a field only where its value is this very object.

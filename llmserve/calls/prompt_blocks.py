@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-BLOCK_BYTES = 512  # some 128 tokens of English
+from llmserve.request import BLOCK_BYTES
+
 HASH_BYTES = 6  # a number that each reader of JSON keeps exactly
 
 CHARACTERS_PER_TOKEN = 4  # as calls/prompt_size.py begins with

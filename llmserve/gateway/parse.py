@@ -105,6 +105,8 @@ def _read_answers(draft: Draft, reads: Answers, limits: BodyLimits, secret: byte
     draft.blocks, share = prompt_blocks(read.pieces, read.prompt.model, secret)
     draft.block_share = share / read.prompts
     draft.trail = read.trail
+    if draft.blocks and read.prompts == 1 and isinstance(body, CompletionBody):
+        draft.trail = Trail(blocks=draft.blocks, text=read.pieces[0])
     if not headers.keys().isdisjoint(session_ids.headers):
         _read_terms(draft, headers)
         _belongs(draft, body, session_ids.in_headers(headers))

@@ -6,7 +6,8 @@ the program of that earlier request is running, the new request is a branch: a p
 Else it goes on, also from an earlier place, as when a person edits a message.
 
 Prompts are remembered as hashes, the last MARKS_MAX of them. A first question without ids and tools is of no program:
-its answer ends what there is. If it does go on, the second request begins a program.
+its answer ends what there is. If it does go on, the second request begins a program. A prompt without turns does not
+show that it is a first one, so each that is long enough to be known again has a program.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from llmserve.programs.sources import Sent
-from llmserve.programs.trail import Trail
+from llmserve.programs.trail import Ends, Trail
 
 MARKS_MAX = 131_072  # places to go on from: some 25 MB
 ALIKE_MAX = 32  # programs that may go on from one place: equal prompts
@@ -111,6 +112,7 @@ class KnownPrograms:
         self._count = count
         self._last_id = secrets.randbelow(IDS)
         self._places = Places()
+        self._ends = Ends(MARKS_MAX)
         self._sent: OrderedDict[int, KnownProgram] = OrderedDict()  # the one seen last is last
         self._kinds: OrderedDict[int, int] = OrderedDict()
 
@@ -122,6 +124,8 @@ class KnownPrograms:
         if trail.sent is not None:
             program = self._of_sent(trail, trail.sent, owner)
         else:
+            if trail.blocks:
+                trail.marks = self._ends.marks(trail)
             program = self._going_on(trail, owner, previous, now_s)
             if trail.marks:
                 self._places.note(hash((owner, trail.marks[-1])), program)

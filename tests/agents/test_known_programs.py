@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from agents.asking import RESPONSES, RULES, SHELL, Asking, calls, completion, end, result, says, user
 
+from llmserve.gateway.draft import Draft
 from llmserve.programs import known_programs as limits
 from llmserve.programs.known_programs import KnownPrograms
 from llmserve.programs.trail import Trail, marks_of
@@ -168,3 +171,81 @@ def test_only_the_last_places_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
 def test_requests_of_one_prompt_show_nothing_of_it() -> None:
     drafts = [Asking().asked(TASK, **TOOLS) for _ in range(2)]
     assert drafts[0].program != drafts[1].program, "ids are drawn, not made of the prompt"
+
+
+# ---- prompts without turns -----------------------------------------------------------------------------------------
+
+COMPLETIONS = "/v1/completions"
+RULES_TEXT = "Be careful. " * 100
+
+
+def completing(asking: Asking, prompt: Any, model: str = "m", key: str = "") -> Draft:
+    return asking.ask({"model": model, "prompt": prompt}, COMPLETIONS, key=key)
+
+
+def completed(asking: Asking, prompt: Any, model: str = "m", key: str = "") -> Draft:
+    draft = completing(asking, prompt, model, key)
+    end(draft)
+    return draft
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [RULES_TEXT, RULES_TEXT + " Yes. And?", RULES_TEXT + " Yes. And? Well" + "..." * 300],
+        ["\u00e4" * 600, "\u00e4" * 601, "\u00e4" * 601 + "\n" * 1_000],
+        [list(range(n)) for n in (300, 301, 900)],
+    ],
+    ids=["text", "not ASCII", "token ids"],
+)
+def test_a_completion_whose_prompt_goes_on_from_an_earlier_one_is_the_next_step_of_its_program(
+    prompts: list[Any],
+) -> None:
+    asking = Asking()
+    drafts = [completed(asking, prompt) for prompt in prompts]
+    assert len({draft.program for draft in drafts}) == 1
+    assert [draft.step for draft in drafts] == [1, 2, 3]
+    assert completed(asking, prompts[1], key="ann").program != drafts[0].program
+    assert completed(asking, prompts[1], model="other").program != drafts[0].program
+
+
+def test_completions_that_share_a_beginning_stay_apart() -> None:
+    asking = Asking()
+    questions = [completed(asking, f"{RULES_TEXT} {number}?") for number in range(100, 200)]
+    assert len({draft.program for draft in questions}) == 100
+    on = completed(asking, f"{RULES_TEXT} 199? Yes. And?")
+    assert (on.program, on.step) == (questions[-1].program, 2)
+
+
+def test_a_token_id_that_begins_with_the_digits_of_another_is_another() -> None:
+    asking = Asking()
+    first = completed(asking, [*range(300), 1, 2])
+    assert completed(asking, [*range(300), 1, 23, 4]).program != first.program
+    assert completed(asking, [*range(300), 1, 2, 3]).program == first.program
+
+
+def test_equal_completions_are_programs_of_their_own_and_what_goes_on_from_a_running_one_is_a_branch() -> None:
+    asking = Asking()
+    samples = [completing(asking, RULES_TEXT) for _ in range(3)]
+    assert len({draft.program for draft in samples}) == 3
+    branch = completing(asking, RULES_TEXT + " more")
+    assert branch.parent in {draft.program for draft in samples}
+    for draft in samples:
+        end(draft)
+    steps = [completing(asking, f"{RULES_TEXT} answer {number}") for number in range(3)]
+    assert {draft.program for draft in steps} == {draft.program for draft in samples}
+
+
+@pytest.mark.parametrize("prompt", ["short", [1, 2, 3], [RULES_TEXT, RULES_TEXT + " more"]])
+def test_short_prompts_and_several_at_once_are_of_no_program(prompt: Any) -> None:
+    assert completed(Asking(), prompt).program == 0
+
+
+def test_only_the_last_ends_of_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MARKS_MAX", 2)
+    asking = Asking()
+    for number in range(5):
+        completed(asking, f"{number}{RULES_TEXT}")
+    assert len(asking.programs._ends._lengths) == 2
+    assert completed(asking, f"4{RULES_TEXT} more").step == 2
+    assert completed(asking, f"0{RULES_TEXT} more").step == 1

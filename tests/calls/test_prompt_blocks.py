@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmserve.calls.prompt_blocks import BLOCK_BYTES, prompt_blocks, stand_in
+from llmserve.calls.prompt_blocks import prompt_blocks, stand_in
+from llmserve.request import BLOCK_BYTES
 
 
 def hashes(*pieces: str | bytes, model: str = "m", secret: bytes = b"secret") -> tuple[int, ...]:

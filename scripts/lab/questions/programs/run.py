@@ -31,7 +31,7 @@ from llmserve.gateway.stages import identified, reading
 from llmserve.programs.known_programs import KnownPrograms
 from questions.programs.worlds import Session, Step, drawn, read_world
 
-CHAT = ENDPOINTS["/v1/chat/completions"]
+CHAT, COMPLETION = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/completions"]
 READ = reading(BodyLimits(), b"secret")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("edit", "shell", "build")]
 TOKEN_S, PROMPT_TOKEN_S = 0.02, 5e-5  # of an engine that nobody waits for
@@ -47,6 +47,7 @@ class Case:
     alike       share of turns that begin with one of QUESTIONS instead of words of their own
     edited      share of steps that are asked a second time, with another last message
     keeps_call  a context that begins anew keeps the last tool call with its result
+    plain       prompts without turns, as /v1/completions takes them
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     alike: float = 0.0
     edited: float = 0.0
     keeps_call: bool = False
+    plain: bool = False
 
 
 CASES = (
@@ -65,6 +67,7 @@ CASES = (
     Case("a tenth edited and asked again", edited=0.1, ids=False),
     Case("a new context keeps the last tool call", keeps_call=True),
     Case("agents without tools", tools=False),
+    Case("prompts without turns", plain=True),
 )
 
 
@@ -107,7 +110,10 @@ class Asking:
     def _lives(self, session: Session, then: Callable[[], None] | None) -> Generator[float, None, None]:
         """The life of a session; it yields pauses in seconds."""
         offers = TOOLS if self.case.tools and session.kind != "chat" else []
-        rules = {"role": "system", "content": f"You are {session.kind}. " + "Be careful. " * 5}
+        rules = {
+            "role": "system",
+            "content": f"You are {session.kind}. " + "Be careful. " * (60 if self.case.plain else 5),
+        }
         messages, steps = [rules], 0
         for turn in session.turns:
             if steps:
@@ -166,8 +172,12 @@ class Asking:
         return f"word {self.random.integers(1 << 62)}"
 
     def _ask(self, session: str, messages: list[Any], tools: list[Any], *, compacted: bool, first: bool) -> Draft:
-        body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
-        draft = Draft(CHAT, body=json.dumps(body).encode())
+        if self.case.plain:
+            turns = [f"{each['role']}: {each['content'] or json.dumps(each['tool_calls'])}\n" for each in messages]
+            draft = Draft(COMPLETION, body=json.dumps({"model": "m", "prompt": "".join(turns)}).encode())
+        else:
+            body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
+            draft = Draft(CHAT, body=json.dumps(body).encode())
         READ(draft)
         self._identify(draft)
         self.asked.append(Asked(session, draft.program, compacted, first))
