@@ -14,7 +14,7 @@ and the peak is the largest of these over j.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
@@ -366,7 +366,8 @@ class EnginePool:
     paused   engines in a pause of their circuit, by name
     resting  engines that rest from a model, by name
     sharing  engines whose models share a memory for few of them, by name
-    computing  engines that compute long prompts, by name
+    computing  engines that compute long prompts, or owe the turn after one to those who waited (prefills.py), by name
+    starts   number of requests that have started
     batches  busy barrier engines, by the number of requests in their batch and by name
     residency  what each engine has in its prefix cache
     """
@@ -380,6 +381,7 @@ class EnginePool:
         self.resting: dict[str, EngineState] = {}
         self.sharing: dict[str, EngineState] = {}
         self.computing: dict[str, EngineState] = {}
+        self.starts = 0
         self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
         self.residency = Residency()
 
@@ -474,12 +476,25 @@ class EnginePool:
         engine.prefills.start(request_id, seconds, now_s)
         self.computing[engine.info.name] = engine
 
-    def prompts_over_s(self, now_s: float) -> list[float]:
-        """When the long prompts of each engine that computes any count as computed."""
-        times_s = {name: engine.prefills.over_s(now_s) for name, engine in self.computing.items()}
-        for name in [name for name, at_s in times_s.items() if at_s is None]:
-            del self.computing[name]
-        return [at_s for at_s in times_s.values() if at_s is not None]
+    def look_at_prompts(self, waiting: Callable[[EngineState], int], now_s: float) -> list[float]:
+        """Note which long prompts are computed, at a free slot. Returns when those of each engine that computes any
+        count as computed. waiting : requests that an engine could start
+        """
+        times_s = []
+        for name, engine in list(self.computing.items()):
+            prefills = engine.prefills
+            if (at_s := prefills.over_s(now_s)) is not None:
+                times_s.append(at_s)
+            elif prefills.turn_at is None:
+                prefills.turn_at = self.starts + waiting(engine)
+            elif self.starts >= prefills.turn_at:
+                del self.computing[name]
+        return times_s
+
+    def may_compute(self, engine: EngineState) -> bool:
+        """Whether a long prompt may start on an engine before the other requests that wait."""
+        turn_at = engine.prefills.turn_at
+        return not engine.prefills and (turn_at is None or self.starts >= turn_at)
 
 
 def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:

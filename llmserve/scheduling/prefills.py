@@ -1,13 +1,16 @@
-"""Long prompts: an engine computes one of them at a time.
+"""Long prompts: an engine computes one of them at a time, and between two of them starts those who have waited.
 
 An engine computes prompts in the order of arrival, in chunks beside the answers that it writes. While it computes a
 prompt of a whole context, no prompt behind it gets a first token. Two such prompts in a row cost the others twice the
 time, so a long prompt starts where no other long one is being computed, and shorter requests pass it meanwhile.
 
     long   what the engine does not have in its cache takes LONG times the mean of prompts, and FELT of a mean answer
+    turn   once a long prompt is computed, as many requests start as wait at the next free slot, then the next long one
 
-A long prompt that waits keeps its place in the order, so it is the next to start once the other one is computed. A
-prompt is computed when its answer begins; if no event says when, after LATE times the expected seconds.
+Those who came while the long prompt was computed and found no slot would otherwise wait for the second one, too. The
+number is fixed at that slot, so shorter requests that come later hold no long prompt up, and where no other request can
+start, the long one starts at once. A prompt is computed when its answer begins; if no event says when, after LATE times
+the expected seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ LATE = 2.0
 
 
 class Prefills:
-    """The long prompts that one engine computes."""
+    """The long prompts that one engine computes.
 
-    __slots__ = ("_ends_s", "_over_s")
+    turn_at  number of starts after which the next may start (EnginePool.starts); None: nobody has looked since the last
+             was computed
+    """
+
+    __slots__ = ("_ends_s", "_over_s", "turn_at")
 
     def __init__(self) -> None:
+        self.turn_at: int | None = None
         self._ends_s: dict[int, float] = {}  # by request id: when the prompt is expected to be computed
         self._over_s: dict[int, float] = {}  # when it counts as computed in any case
 
@@ -37,6 +45,7 @@ class Prefills:
         begins_s = max(now_s, max(self._ends_s.values(), default=now_s))
         self._ends_s[request_id] = begins_s + seconds
         self._over_s[request_id] = begins_s + LATE * seconds
+        self.turn_at = None
 
     def end(self, request_id: int) -> None:
         """The answer has begun, or the request has left the engine."""

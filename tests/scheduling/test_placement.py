@@ -109,16 +109,28 @@ def test_without_news_of_first_tokens_a_long_prompt_counts_as_computed_after_twi
     assert placed(step(scheduler, TimerFired(), scheduler.wake_at_s)) == [(1, "a")]
 
 
-def test_the_first_slot_after_a_long_prompt_belongs_to_the_long_prompt_that_waits() -> None:
-    scheduler = experienced(engine("a", 2))
-    arrive(scheduler, long(0), long(1), *map(chat, range(2, 20)))
-    now_s, started = 0.0, 2
-    for number in range(2, 6):  # chats take turns in the other slot
-        now_s += 1.0
-        assert placed(step(scheduler, RequestEnded("a", number, "completed", 100.0), now_s)) == [(number + 1, "a")]
-        started = number + 1
+@pytest.mark.parametrize("order", ["fffs", "boost"])
+def test_those_who_waited_while_a_long_prompt_was_computed_start_before_the_next(order: str) -> None:
+    """Those who come later do not: a long prompt waits for as many starts as waited at the first free slot."""
+    scheduler = experienced(engine("a", 2), order=order)
+    arrive(scheduler, long(0), long(1), *map(chat, range(2, 6)))  # the other slot has a chat, and three wait
     assert placed(step(scheduler, AnswerBegan(0), 6.0)) == []
-    assert placed(step(scheduler, RequestEnded("a", started, "completed", 100.0), 6.5)) == [(1, "a")]
+    now_s, started = 6.0, []
+    while 1 not in started:
+        now_s += 1.0
+        (running,) = [number for number in scheduler.engines["a"].running if number != 0]
+        arrive(scheduler, chat(10 * round(now_s)), now_s=now_s)  # one comes whenever one starts
+        (start,) = placed(step(scheduler, RequestEnded("a", running, "completed", 100.0), now_s))
+        started.append(start[0])
+    assert started[:3] == [3, 4, 5]
+    assert len(started) <= 6, "the long prompt itself, and another that came before the first slot, count as waiting"
+
+
+def test_a_long_prompt_starts_at_once_where_no_other_request_can() -> None:
+    scheduler = experienced(engine("a", 8))
+    arrive(scheduler, long(0), long(1), long(2))
+    assert placed(step(scheduler, AnswerBegan(0), 6.0)) == [(1, "a")]
+    assert placed(step(scheduler, AnswerBegan(1), 12.0)) == [(2, "a")]
 
 
 def test_long_prompts_go_to_engines_that_compute_none() -> None:

@@ -23,7 +23,7 @@ class Choice:
     """The choice of the batches that start in one dispatch, and of their engines.
 
     _alone : whether nothing else can start, so that an oversize request may start on an idle engine without its memory
-    token (memory.py)
+    token (memory.py), and a long prompt where none is being computed (prefills.py)
     """
 
     def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
@@ -32,7 +32,7 @@ class Choice:
         self._forming = forming
         self._now_s = now_s
         self._alone = False
-        self._prompts_over_s = self._pool.prompts_over_s(now_s) if self._pool.computing else ()
+        self._prompts_over_s = self._pool.look_at_prompts(self._waiting_for, now_s) if self._pool.computing else ()
 
     def starts(self) -> Iterator[Start]:
         """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
@@ -111,14 +111,21 @@ class Choice:
         return preferred(self._pool, queues, queued, fitting, now_s)
 
     def _comes_behind(self, queues: ModelQueues, queued: QueuedRequest, engine: EngineState) -> bool:
-        """Whether a request with a long prompt must wait until the engine has computed another long one."""
-        if engine.info.name not in self._pool.computing:
+        """Whether a request with a long prompt must wait until the engine has computed another long one, and has
+        started those who waited for that.
+        """
+        pool = self._pool
+        if engine.info.name not in pool.computing or pool.may_compute(engine) or (self._alone and not engine.prefills):
             return False
         request, prompts = queued.request, queues.prompts
         if not queues.is_long(prompts.prefill_s(request.prompt_tokens)):
             return False
         cached_tokens = self._pool.residency.hit_tokens(engine.info.name, request)
         return queues.is_long(prompts.prefill_s(request.prompt_tokens, cached_tokens))
+
+    def _waiting_for(self, engine: EngineState) -> int:
+        """Waiting requests that the engine could start."""
+        return sum([queues.waiting for queues in self._group.tally.queues.values() if engine.open_to(queues.model)])
 
     def _lets_pass(self, queues: ModelQueues, queued: QueuedRequest, engine: EngineState) -> bool:
         """Whether others may start on the engine while the request waits for room there."""

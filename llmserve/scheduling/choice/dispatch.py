@@ -113,6 +113,7 @@ class Dispatch:
                 group.started(queued, engine, now_s)
             queued.charge()
         engine.start(batch, requests, now_s)
+        group.pool.starts += len(requests)
         if queues.prompts.mean_s and not engine.info.barrier:
             for queued in requests:
                 prompt_s = queues.prompts.prefill_s(queued.request.prompt_tokens, queued.cached_tokens)
