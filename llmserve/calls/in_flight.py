@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -263,9 +263,14 @@ class Measured:
         return (self.last_at_s - self.first_at_s) / steps if steps > 0 else None
 
 
+def _nobody(*_: object) -> Answering:
+    raise AssertionError("a call that no engine gets")
+
+
 class InFlightCall:
     """One client call, from the arrival to the scheduler's last word.
 
+    forward    begins an engine's answer to the call (live/forwarding.py)
     forecast   the forecaster's own object; goes back to the forecaster with the real length
     charge     None: the call uses no limits, or has been settled
     receipt    of the last start on an engine
@@ -275,9 +280,16 @@ class InFlightCall:
     """
 
     def __init__(
-        self, call: Call, request_id: int, client: Client, charge: Charge | None = None, trace: Trace | None = None
+        self,
+        call: Call,
+        request_id: int,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+        forward: Callable[..., Answering] = _nobody,
     ) -> None:
         self.call = call
+        self.forward = forward
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
         self.forecast: Any = None

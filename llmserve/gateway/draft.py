@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from llmserve.gateway.aliases import with_model
 from llmserve.programs.known_programs import Member
 from llmserve.programs.trail import Trail
 from llmserve.request import EVEN, LAST, Bounds, Call, Terms, Wire
@@ -30,7 +31,7 @@ class Draft(msgspec.Struct, gc=False):
     account   of the API key; from `within_limits` on
     wire, prompt, bounds, opening, blocks, block_share, previous, tier, priority, trail  from the body; `prompt` with
               the model that the body names; trail : what the request says of its program
-    model     that serves the call
+    model     that serves the call; `call` writes it into a body that names another
 
     All other fields are those of the same names in Terms and Call.
     """
@@ -95,11 +96,13 @@ class Draft(msgspec.Struct, gc=False):
 
     def call(self) -> Call:
         """The call as the stages have decided."""
-        prompt = self.prompt
+        prompt, wire = self.prompt, self.wire
         if self.model != prompt.model or self.key != prompt.sender:
+            if prompt.model and wire.body and self.model != prompt.model:
+                wire = with_model(wire, self.model)
             prompt = replace(prompt, model=self.model, sender=self.key)
         return Call(
-            self.wire,
+            wire,
             prompt,
             self.bounds,
             self.terms,

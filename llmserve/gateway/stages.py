@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from llmserve.errors import RequestError, Unavailable
-from llmserve.gateway.aliases import Aliases, only_model, with_model
+from llmserve.gateway.aliases import Aliases, only_model
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.fitting import check_served
 from llmserve.gateway.parse import limits_of, read_request
@@ -193,7 +193,7 @@ def named(cluster: LiveCluster) -> Stage:
         if not model:
             draft.model = only_model(list(models))
         elif model not in models and (tagged := f"{model}:latest") in models:
-            draft.wire, draft.model = with_model(draft.wire, tagged), tagged
+            draft.model = tagged
 
     return name
 
@@ -202,9 +202,8 @@ def aliased(aliases: Aliases) -> Stage:
     """Exchange another name of a model for the model that stands behind it now."""
 
     def resolve(draft: Draft) -> None:
-        model = aliases.model_of(draft.model)
-        if model != draft.model and draft.prompt.model:
-            draft.wire, draft.model = with_model(draft.wire, model), model
+        if draft.prompt.model:
+            draft.model = aliases.model_of(draft.model)
 
     return resolve
 

@@ -25,7 +25,7 @@ from llmserve.forecasts.lengths import Forecasts, Made
 from llmserve.forecasts.revisions import Forecast
 from llmserve.live.driver import Driver
 from llmserve.live.fleet import Fleet
-from llmserve.live.forwarding import Forwarding
+from llmserve.live.forwarding import Forwarded, Forwarding, Forwards
 from llmserve.live.handle import EngineHandle
 from llmserve.live.reports import error_of
 from llmserve.live.routes import Routes
@@ -88,11 +88,19 @@ class Calls:
     # ---- arrival ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, call: Call, client: Client, charge: Charge | None = None, trace: Trace | None = None
+        self,
+        call: Call,
+        client: Client,
+        charge: Charge | None = None,
+        trace: Trace | None = None,
+        forward: Forwards = Forwarding,
     ) -> InFlightCall:
-        """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
+        """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client.
+
+        forward : begins the forwarding of an engine's answer, each time that an engine gets the call
+        """
         self._last_id += 1
-        in_flight = InFlightCall(call, self._last_id, client, charge, trace)
+        in_flight = InFlightCall(call, self._last_id, client, charge, trace, forward)
         if self._closed:  # the body of the request came late
             in_flight.fail(error_of("draining", None))
             return in_flight
@@ -202,7 +210,7 @@ class Calls:
         if in_flight.call.terms.background:
             in_flight.call = line_now(in_flight.call, in_flight.request, now_s)
         self.fleet.sent(handle, in_flight, now_s, holds_up=self._holds_up(handle, in_flight.request.id))
-        in_flight.answering = Forwarding(self, handle, in_flight, batch)
+        in_flight.answering = in_flight.forward(self, handle, in_flight, batch)
 
     def _holds_up(self, handle: EngineHandle, request_id: int) -> bool:
         """Whether requests wait inside the engine until this one begins, however many slots are free: the engine loads
@@ -250,6 +258,9 @@ class Calls:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
+    async def lacking(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None:
+        return self.routes.no_endpoint(handle, call, status, body)
+
     def began(self, in_flight: InFlightCall, *, first_token: bool = False) -> None:
         """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted. The time of a
         stream's first token also tells how long an engine takes to load a model, and that a long prompt is computed.
@@ -258,7 +269,7 @@ class Calls:
         if self._scheduler.preempts or (first_token and self._scheduler.wants_first_token(request_id)):
             self._driver.step(AnswerBegan(request_id))
 
-    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
+    def ended(self, forwarding: Forwarded, ended: RequestEnded) -> None:
         """Take note of how a call has ended on its engine."""
         handle, in_flight = forwarding.handle, forwarding.in_flight
         if in_flight.answering is not forwarding or self._closed:

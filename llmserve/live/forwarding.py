@@ -10,11 +10,11 @@ import asyncio
 import logging
 import math
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from llmserve.calls.in_flight import Head, InFlightCall
+from llmserve.calls.in_flight import Answering, Head, InFlightCall
 from llmserve.calls.log_fields import about
 from llmserve.engines.engine import NOTHING, Answer, EngineError
 from llmserve.errors import EngineFailed, EngineTimeout, RequestError, Unavailable
@@ -22,7 +22,7 @@ from llmserve.forecasts.lengths import Forecasts
 from llmserve.live.fleet import Fleet
 from llmserve.live.handle import EngineHandle
 from llmserve.live.routes import Routes
-from llmserve.request import Batch
+from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.wire.answer_forms import COMPLETION, StreamReader
 from llmserve.wire.error_objects import ErrorObject, Verdict, asked_rest_s, error_in, is_error_body, may_be_error
@@ -48,13 +48,30 @@ class Owner(Protocol):
 
     def now_s(self) -> float: ...
 
+    async def lacking(self, handle: EngineHandle, call: Call, status: int, body: bytes) -> RequestError | None:
+        """What the client is told when an engine has answered 404 or 405; None: the engine's own words."""
+        ...
+
     def began(self, in_flight: InFlightCall, *, first_token: bool = False) -> None:
         """The client gets the first byte of the answer. first_token : the byte is of the first token of a stream"""
         ...
 
-    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
+    def ended(self, forwarding: Forwarded, ended: RequestEnded) -> None:
         """The call has ended on its engine."""
         ...
+
+
+class Forwarded(Answering, Protocol):
+    """An engine's answer to a call, on its way to the client."""
+
+    handle: EngineHandle
+    in_flight: InFlightCall
+
+
+class Forwards(Protocol):
+    """Begins the forwarding of an engine's answer. batch : with which the scheduler has started the call"""
+
+    def __call__(self, owner: Any, handle: EngineHandle, in_flight: InFlightCall, batch: Batch, /) -> Answering: ...
 
 
 class Forwarding:
@@ -178,15 +195,27 @@ class Forwarding:
 
     # ---- errors that an engine tells ----
 
-    def _declined(self, body: bytes) -> RequestEnded:
-        """An answer with the status of an error."""
-        answer = self._answer
-        if answer.status in (404, 405):
-            lacking = self._owner.routes.no_endpoint(self.handle, self.in_flight.call, answer.status, body)
+    def _declined(self, body: bytes) -> RequestEnded | None:
+        """An answer with the status of an error; None: its end follows."""
+        status = self._answer.status
+        if status in (404, 405):
+            self._waiting = asyncio.get_running_loop().create_task(self._not_there(status, body))
+            return None
+        return self._told(self._verdict(error_in(body), body), status, body)
+
+    async def _not_there(self, status: int, body: bytes) -> None:
+        """End a request whose engine has no such endpoint, model or response."""
+        try:
+            lacking = await self._owner.lacking(self.handle, self.in_flight.call, status, body)
             if lacking is not None:  # another engine may have it; this one's other requests go on
                 self._delivery.refuse(self._head_of(lacking))
-                return RequestEnded(*self._request, "failed", retryable=True, refused=True)
-        return self._told(self._verdict(error_in(body), body), answer.status, body)
+                ended = RequestEnded(*self._request, "failed", retryable=True, refused=True)
+            else:
+                ended = self._told(self._verdict(error_in(body), body), status, body)
+        except Exception as error:
+            ended = self._broken(error)
+        self._waiting = None
+        self._end(ended)
 
     def _told(self, verdict: Verdict, status: int, body: bytes) -> RequestEnded:
         """An error before any content. The client gets it if the error is the client's, or no other engine answers.

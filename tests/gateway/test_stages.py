@@ -73,7 +73,7 @@ def test_the_call_is_what_the_stages_have_decided() -> None:
     assert (call.model, call.prompt.sender, call.terms.key) == ("other", "ann", "ann")
     assert (call.terms.stream_name, call.terms.share, call.route_queue, call.priority) == ("ann", "s", "m @e", 2)
     assert call.bounds.output_tokens_max == 5
-    assert json.loads(call.wire.body)["model"] == "m", "only a stage changes the body"
+    assert json.loads(call.wire.body)["model"] == "other", "the engine gets the name of the model that serves the call"
 
 
 def test_a_clients_stream_has_the_keys_name_before_it() -> None:
