@@ -1,4 +1,5 @@
-"""Show who waits in a running server: by model, share and bin, how many, how long, and when the next one starts.
+"""Show who waits in a running server: by model, share and bin, how many, how long, and when the next one starts. And
+which programs of agents are present: running, held over a tool call, or waiting.
 
     llmserve queue http://127.0.0.1:8000 --admin-key-file FILE
 
@@ -8,6 +9,7 @@ The server needs the same --admin-key-file. A share is whoever --fair-by names: 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from llmserve.commands import asking
 from llmserve.errors import NoAnswer
-from llmserve.estimates.waiting_rows import WaitingRow
+from llmserve.estimates.waiting_rows import ProgramSeen, WaitingRow
 from llmserve.tenants.key_file import read_keys
 
 REFUSALS = {
@@ -26,10 +28,15 @@ REFUSALS = {
 
 
 class Waiting(msgspec.Struct):
-    """The answer of /admin/queue. waiting : requests, also those of reserved batches, which are in no row"""
+    """The answer of /admin/queue. waiting : requests, also those of reserved batches, which are in no row
+
+    program_counts : by state, of all programs.  programs : the first of them
+    """
 
     waiting: int
     queues: list[WaitingRow]
+    program_counts: dict[str, int] = {}
+    programs: list[ProgramSeen] = []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +59,45 @@ def main(args: argparse.Namespace) -> int:
     if waiting.queues:
         Console().print(table_of(waiting))
     print(f"{waiting.waiting} requests wait")
+    if waiting.programs:
+        Console().print(table_of_programs(waiting.programs))
+        print(counted(waiting.program_counts))
     return 0
+
+
+STATES = {"running": "run", "held": "are held over a tool call", "waiting": "wait"}
+
+
+def counted(program_counts: Mapping[str, int]) -> str:
+    """Such as `5 programs: 2 run, 3 wait`."""
+    states = [f"{count} {STATES.get(state, state)}" for state, count in program_counts.items()]
+    return f"{sum(program_counts.values())} programs: {', '.join(states)}"
+
+
+def table_of_programs(programs: Sequence[ProgramSeen]) -> Table:
+    table = Table("program", "step", "state", "for", "tokens", "engine", "tools called", "next")
+    for name in ("step", "for", "tokens"):
+        next(column for column in table.columns if column.header == name).justify = "right"
+    for program in programs:
+        table.add_row(
+            program.program,
+            str(program.step),
+            program.state,
+            f"{program.since_s:.1f} s",
+            f"{program.tokens:,}",
+            program.engine or "-",
+            ", ".join(program.tools) or "-",
+            next_of(program),
+        )
+    return table
+
+
+def next_of(program: ProgramSeen) -> str:
+    if program.over_s is not None:
+        return f"its room is kept for {program.over_s:.1f} s" if program.over_s > 0.0 else "its room is free for others"
+    if program.state != "waiting":
+        return "-"
+    return "?" if program.starts_s is None else f"starts in {program.starts_s:.1f} s"
 
 
 def table_of(waiting: Waiting) -> Table:

@@ -15,6 +15,7 @@ from gateway.codex_conversation import CODEX
 from gateway.test_agents import playing
 from tool_engine import ToolEngine, turn
 
+from llmserve.__main__ import main
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.live.journal import read, replay
 from llmserve.observe.scrape import Scrape
@@ -156,7 +157,7 @@ async def test_gateways_of_the_same_groups_give_a_session_one_id(start_front: St
 
 
 async def test_who_runs_is_held_and_waits_is_listed_for_the_operator(
-    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tool of `a` takes longer than the test; `b` runs in the rest of the cache, and `c` waits for room."""
     monkeypatch.setattr(tools, "UNKNOWN_S", HOLD_S)
@@ -176,6 +177,10 @@ async def test_who_runs_is_held_and_waits_is_listed_for_the_operator(
         headers = {"authorization": "Bearer sk-admin"}
         async with front.session.get(f"{front.url}/admin/queue", headers=headers) as response:
             told = await response.json()
+        monkeypatch.setenv("COLUMNS", "200")
+        words = ["queue", front.url, "--admin-key-file", str(tmp_path / "admin")]
+        assert await asyncio.to_thread(main, words) == 0
+        printed = capsys.readouterr().out
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -187,3 +192,7 @@ async def test_who_runs_is_held_and_waits_is_listed_for_the_operator(
     assert 0.0 < states["held"]["over_s"] <= HOLD_S
     assert states["held"]["engine"] == states["running"]["engine"] != states["waiting"]["engine"] == ""
     assert states["waiting"]["tokens"] > states["running"]["tokens"]
+    assert "3 programs: 1 run, 1 wait, 1 are held over a tool call" in printed
+    assert all(row["program"] in printed for row in told["programs"])
+    assert "its room is kept for 9" in printed
+    assert "edit" in printed
