@@ -112,7 +112,8 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
         reloading.add(task)
         task.add_done_callback(reloading.discard)
 
-    has_file = has_file or config.server.api_key_file is not None
+    files = (config.server.api_key_file, config.server.tls_cert, config.engines.engine_tls_cert)
+    has_file = has_file or any(files)
     with _on_signals(on_stop, on_hangup if has_file else None), contextlib.suppress(asyncio.CancelledError):
         async with serving(config, reloader) as (cluster, url):
             await _wait_for_engine(cluster, url)
@@ -135,7 +136,7 @@ async def _reload(reloader: Reloader) -> None:
     except ConfigError as error:
         log.error("nothing is changed: %s", error)
     else:
-        log.info("keys, limits and engines were read again")
+        log.info("keys, limits, engines and certificates were read again")
 
 
 async def _drain(cluster: LiveCluster, within_s: float, stop_now: asyncio.Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import sys
 import tempfile
 from functools import cached_property
@@ -24,6 +25,7 @@ from llmserve.engines.openai import OpenAIEngine, Timeouts
 from llmserve.engines.process import EngineProcess
 from llmserve.engines.slots import SLOTS_FIRST, SlotsLearner
 from llmserve.errors import ConfigError
+from llmserve.http.tls import TlsError, client_context, load_chain
 from llmserve.request import EngineInfo
 from llmserve.runtime.extras import need_embedded
 
@@ -35,13 +37,42 @@ log = logging.getLogger("llmserve")
 LOOK_AHEAD_BY_PRIORITY = 8  # an engine that goes by priority may hold more than its slots, for it keeps their order
 
 
+class EngineTls:
+    """TLS with engines by https: one context for all, which is made for the first."""
+
+    def __init__(self, settings: EngineConfig) -> None:
+        self._files = [
+            Path(file) if file else None
+            for file in (settings.engine_tls_ca, settings.engine_tls_cert, settings.engine_tls_key)
+        ]
+
+    @cached_property
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError."""
+        return self.read()
+
+    def read(self) -> ssl.SSLContext:
+        """A context of the files as they are now. Raises ConfigError."""
+        try:
+            return client_context(*self._files)
+        except TlsError as error:
+            raise ConfigError(f"engine_tls: {error}") from error
+
+    def renew(self) -> None:
+        """Have new connections show the certificate that is in the file now. The files must have been read."""
+        _, certificate, key = self._files
+        if certificate is not None:
+            load_chain(self.context, certificate, key)
+
+
 class EngineKind:
     """A kind of engine. gpus : its processes' GPUs, as in CUDA_VISIBLE_DEVICES; None: all GPUs visible to llmserve."""
 
     gpus: str | None = None
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tls: EngineTls | None = None) -> None:
         self.config = config
+        self._tls = tls or EngineTls(config.engines)
         self.settings = config.engines
 
     @staticmethod
@@ -76,6 +107,8 @@ class EngineKind:
             restart=process.restart if process is not None else None,
             slots=slots,
             dialect=LLMSERVE if settings.engines_are_groups else None,
+            tls=self._tls.context if url.startswith("https:") else None,
+            tls_name=settings.engine_tls_name,
         )
 
     def _refill(
@@ -210,9 +243,9 @@ KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL":
 """The kinds by their values of --engine."""
 
 
-def kinds_of(config: Config) -> list[EngineKind]:
+def kinds_of(config: Config, tls: EngineTls | None = None) -> list[EngineKind]:
     """Return the requested kinds of engines."""
-    return [kind(config) for kind in KINDS.values() if kind.is_requested(config.engines)]
+    return [kind(config, tls) for kind in KINDS.values() if kind.is_requested(config.engines)]
 
 
 def engine_name(url: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -171,7 +172,7 @@ class OpenAIEngine:
     api_key is sent as a bearer token; the client's key is never sent to the engine. slots: learns how many requests
     the engine runs at once; None: `info` is all that is to know. probe_path: where the engine says whether it is
     healthy; by default where its dialect has it. dialect: of the engine; None: to be recognised. answer_bytes_max: of
-    a whole answer. A stream is passed on as it comes, and has no limit but time.
+    a whole answer. A stream is passed on as it comes, and has no limit but time. tls, tls_name: see HttpClient.
     """
 
     def __init__(
@@ -186,6 +187,8 @@ class OpenAIEngine:
         probe_path: str = HEALTH_PATH,
         answer_bytes_max: int = 64 << 20,
         dialect: Dialect | None = None,
+        tls: ssl.SSLContext | None = None,
+        tls_name: str | None = None,
     ) -> None:
         self.answer_bytes_max = answer_bytes_max
         self.info = info
@@ -203,6 +206,8 @@ class OpenAIEngine:
             idle_s=times.idle_s,
             answer_s=times.answer_s,
             headers_kept=KEPT_HEADERS,
+            tls=tls,
+            tls_name=tls_name,
         )
         # The first requests of all need no look at the server's name, which would shuffle them: a probe had that.
         probes = HttpClient(

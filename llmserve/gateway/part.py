@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fastapi import APIRouter
 
@@ -20,6 +22,7 @@ from llmserve.http.accepting import base_url
 from llmserve.http.exchange import BodySink
 from llmserve.http.proxies import TrustedProxies
 from llmserve.http.server import is_loopback
+from llmserve.http.tls import TlsError, server_context
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.counters import Families
 from llmserve.part import Part, Server
@@ -33,14 +36,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Listening:
-    """The sockets of a server. state : of --metrics-port; None: there is none"""
+    """The sockets of a server. state : of --metrics-port; None: there is none.  tls : with clients; None: plain"""
 
     clients: socket.socket
     state: socket.socket | None
+    tls: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
-        return base_url(self.clients)
+        return base_url(self.clients, tls=self.tls is not None)
 
 
 Upload = Callable[[ClientExchange], BodySink]
@@ -98,6 +102,7 @@ class Sockets(Part):
         server = config.server
         check_host(server.host, may_serve_anyone=bool(keys_of(config, warns=False).keys) or server.anonymous)
         trusted_proxies(config)
+        tls_of(config)
         if server.metrics_host is not None and server.metrics_port is None:
             raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
         return config
@@ -110,7 +115,7 @@ class Sockets(Part):
             state = None
             if settings.metrics_port is not None:
                 state = stack.enter_context(listening_socket(settings.metrics_host or LOOPBACK, settings.metrics_port))
-            server.add(Listening(clients, state))
+            server.add(Listening(clients, state, tls_of(server.config)))
             server.add(OwnApi())
             yield
 
@@ -122,6 +127,19 @@ def check_host(host: str, *, may_serve_anyone: bool) -> None:
             f"host {host} is reachable from other machines and no API key is required: give --api-key-file FILE, "
             "or --anonymous to serve anyone"
         )
+
+
+def tls_of(config: Config) -> ssl.SSLContext | None:
+    """TLS with clients, of the files as they are now; None: plain HTTP. Raises ConfigError."""
+    certificate, key = config.server.tls_cert, config.server.tls_key
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("tls_key: there is no certificate for it: give --tls-cert, too")
+        return None
+    try:
+        return server_context(Path(certificate), Path(key) if key is not None else None)
+    except TlsError as error:
+        raise ConfigError(f"tls_cert: {error}") from error
 
 
 def trusted_proxies(config: Config) -> TrustedProxies:

@@ -15,4 +15,5 @@ protocol   : drives connections on asyncio
 proxies    : who a client is behind a proxy
 reader     : bytes of one client become requests
 server     : serves a handler on a socket
+tls        : TLS of a server and of clients, from files
 """

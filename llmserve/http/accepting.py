@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from llmserve.http.errors import Refusal
 from llmserve.http.exchange import LOG_EVERY_S, Shared
 from llmserve.http.heads import HEAD_BYTES_MAX
+from llmserve.http.tls import HANDSHAKE_S, SHUTDOWN_S
 
 log = logging.getLogger("llmserve")
 
@@ -32,9 +34,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), backlog=2048, family=family)
 
 
-def base_url(listener: socket.socket) -> str:
+def base_url(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Acceptor:
@@ -43,6 +45,7 @@ class Acceptor:
     At connections_max the connection that is idle for longest makes room. If none is idle, clients wait in the system's
     queue until a connection ends; when that queue has not been empty for QUEUE_S, those in it are refused.
     protocol : makes the protocol of a connection.  evict : makes room for a connection, and returns whether it has
+    tls  of connections from now on; None: plain
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Acceptor:
         shared: Shared,
         protocol: Callable[[], asyncio.BufferedProtocol],
         evict: Callable[[], bool],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.tls = tls
         self.connections_max = shared.limits.connections_max or _connections_max()
         self.arriving: set[asyncio.Task[Any]] = set()
         self._listener = listener
@@ -120,12 +125,28 @@ class Acceptor:
 
     async def _connect(self, sock: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol, sock)
-        except OSError:  # the client has gone already
+            if self.tls is None:
+                await self._loop.connect_accepted_socket(self._protocol, sock)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._protocol,
+                    sock,
+                    ssl=self.tls,
+                    ssl_handshake_timeout=HANDSHAKE_S,
+                    ssl_shutdown_timeout=SHUTDOWN_S,
+                )
+        except OSError:  # the client has gone already, or does not speak TLS as the server does
             sock.close()
 
     def _refuse(self, sock: socket.socket) -> None:
-        """Answer a client that is not served. The socket stays open for a moment, for the client may still send."""
+        """Answer a client that is not served. The socket stays open for a moment, for the client may still send.
+
+        Over TLS there is no answer, for a handshake is most of what a connection costs.
+        """
+        if self.tls is not None:
+            self._shared.cut["refused"] += 1
+            sock.close()
+            return
         refusal = Refusal(503, "connections_max", "this server has no room for another connection", retry_after_s=1.0)
         status, headers, body = self._shared.handler.refusal(refusal, None)
         headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]

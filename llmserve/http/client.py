@@ -445,6 +445,7 @@ class HttpClient:
     beside  another client of the server, with which this one shares the server's addresses
     headers_kept  names of an answer's headers, in lower case; the others are not kept
     tls     of https; None: the system's authorities, without a certificate of one's own
+    tls_name  in the server's certificate; None: the host of the URL
     Raises ValueError for a URL that is not http or https.
     """
 
@@ -458,6 +459,7 @@ class HttpClient:
         beside: HttpClient | None = None,
         headers_kept: Collection[bytes] = COMMON_HEADERS,
         tls: ssl.SSLContext | None = None,
+        tls_name: str | None = None,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -467,10 +469,12 @@ class HttpClient:
         self.headers_kept = FRAMING.union(headers_kept)
         self.heard_s = -math.inf  # on the event loop's clock, when bytes of a good answer came that are no comment
         self.connections: set[_Connection] = set()
-        tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
-        port = parts.port or (443 if tls is not None else 80)
-        own = Connector(parts.hostname, port, tls, connect_s)
-        self._connector: Connector = beside._connector if beside is not None else own
+        if beside is not None:
+            self._connector: Connector = beside._connector
+        else:
+            tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+            port = parts.port or (443 if tls is not None else 80)
+            self._connector = Connector(parts.hostname, port, tls, connect_s, tls_name)
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self._authority = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         if parts.port is not None:

@@ -44,9 +44,12 @@ class HttpError(Exception):
 
 
 class Connector:
-    """Connects to a port of a host within connect_s. tls : None for plain TCP"""
+    """Connects to a port of a host within connect_s. tls : None for plain TCP.  name : in the host's certificate"""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, connect_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, tls: ssl.SSLContext | None, connect_s: float, name: str | None = None
+    ) -> None:
+        self._name = name or host
         self.connect_s = connect_s
         self._host = host
         self._port = port
@@ -72,7 +75,7 @@ class Connector:
                         address,
                         self._port,
                         ssl=self._tls,
-                        server_hostname=self._host if self._tls is not None else None,
+                        server_hostname=self._name if self._tls is not None else None,
                     )
             except OSError as error:
                 errors.append(error)

@@ -70,6 +70,7 @@ class ConnectionProtocol(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         carrying = cast(asyncio.Transport, transport)
         carrying.set_write_buffer_limits(high=self._shared.limits.buffer_bytes_max)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self.connection = Connection(self._shared, carrying, transport.get_extra_info("peername"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -81,6 +82,8 @@ class ConnectionProtocol(asyncio.BufferedProtocol):
         self.connection.received(self._turns.buffer[:nbytes])
 
     def eof_received(self) -> bool:
+        if self._is_tls:
+            return False  # TLS has no half of a connection: the client has gone
         is_answered = self.connection.ended()
         if is_answered:
             loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import math
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -41,14 +42,16 @@ class Server:
     cut  connections that the server closed, by reason
     """
 
-    def __init__(self, handler: Handler[Any], listener: socket.socket, limits: ServerLimits) -> None:
+    def __init__(
+        self, handler: Handler[Any], listener: socket.socket, limits: ServerLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.shared = Shared(handler, limits, loop.time, loop.call_soon)
         self.connections: set[Connection] = self.shared.connections.all
         self.cut: Counter[str] = self.shared.cut
         self._loop = loop
         self._turns = Turns()
-        self._acceptor = Acceptor(listener, self.shared, self._protocol, self._evict)
+        self._acceptor = Acceptor(listener, self.shared, self._protocol, self._evict, tls)
         self._sweeping: asyncio.TimerHandle | None = None
         self._sweep_s = min(SWEEP_S, limits.keep_alive_s / 4) if limits.keep_alive_s else SWEEP_S
         self._gave_back_s = -math.inf
@@ -61,6 +64,10 @@ class Server:
     @property
     def connections_max(self) -> int:
         return self._acceptor.connections_max
+
+    def use(self, tls: ssl.SSLContext) -> None:
+        """Speak TLS with clients that connect from now on."""
+        self._acceptor.tls = tls
 
     def on_ended(self, follow: Callable[[Exchange[Any]], object]) -> None:
         """Call the function with each request that has ended."""
@@ -152,9 +159,11 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def running(handler: Handler[Any], listener: socket.socket, limits: ServerLimits) -> AsyncIterator[Server]:
-    """Serve on the socket inside the block."""
-    server = Server(handler, listener, limits)
+async def running(
+    handler: Handler[Any], listener: socket.socket, limits: ServerLimits, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Server]:
+    """Serve on the socket inside the block. tls : None: plain HTTP"""
+    server = Server(handler, listener, limits, tls)
     server.start()
     try:
         yield server

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from llmserve.engines.kinds import Servers, engine_name
+from llmserve.engines.kinds import EngineTls, Servers, engine_name
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.part import Connected
 from llmserve.errors import ConfigError
@@ -131,7 +131,7 @@ class Live(Part):
                 saver.start()
             stack.push_async_callback(cluster.close)
             server.add(cluster)
-            server.add(ByUrl(learned, Servers(server.config)))
+            server.add(ByUrl(learned, Servers(server.config, server.get(EngineTls))))
             yield
 
     @contextlib.asynccontextmanager

@@ -129,6 +129,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
         None
     )
+    engine_tls_ca: Annotated[
+        str | None,
+        Meta(
+            description="file of the authorities that engines by https have their certificates from (default: the "
+            "system's)"
+        ),
+    ] = None
+    engine_tls_cert: Annotated[
+        str | None,
+        Meta(
+            description="file of the certificate that engines by https see, where they ask for one (mTLS), as PEM. "
+            "SIGHUP reads it again"
+        ),
+    ] = None
+    engine_tls_key: Annotated[
+        str | None, Meta(description="file of its key (default: in the file of --engine-tls-cert)")
+    ] = None
+    engine_tls_name: Annotated[
+        str | None,
+        Meta(
+            description="name that the certificates of engines by https have, where engines are reached by address, as "
+            "those that are found are (default: the host of the URL)"
+        ),
+    ] = None
     plan: Annotated[
         str | None,
         Meta(

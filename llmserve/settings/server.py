@@ -25,6 +25,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "weight and budgets. Without the file, no key is required"
         ),
     ] = None
+    tls_cert: Annotated[
+        str | None,
+        Meta(
+            description="file of the server's certificate and of the chain behind it, as PEM: clients then speak "
+            "HTTPS. SIGHUP reads it again (default: plain HTTP)"
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None, Meta(description="file of the certificate's key, as PEM (default: in the file of --tls-cert)")
+    ] = None
     gateway_key_file: Annotated[
         str | None,
         Meta(

@@ -14,16 +14,18 @@ from llmserve.gateway.completions import BeginTrace, Completions
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.forecasting import PATH as FORECAST
 from llmserve.gateway.forecasting import Forecasting
-from llmserve.gateway.part import Admissions, Listening, OwnApi, trusted_proxies
+from llmserve.gateway.part import Admissions, Listening, OwnApi, tls_of, trusted_proxies
 from llmserve.http.accepting import base_url
 from llmserve.http.limits import ServerLimits
+from llmserve.http.server import Server as HttpServer
 from llmserve.http.server import is_loopback, running
 from llmserve.jobs.sums import JobSums
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.part import Followers
 from llmserve.observe.watch import Watch
-from llmserve.part import Part, Server
+from llmserve.part import Commit, Part, Server, do_nothing
+from llmserve.settings.tree import Config
 from llmserve.tenants.guards import admin_key, any_key, client_key
 from llmserve.tenants.limits import KeyLimits
 from llmserve.tenants.part import KnownKeys
@@ -87,11 +89,19 @@ class Front(Part):
                 few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
                 await stack.enter_async_context(running(Site([everybody.router], refusals), listening.state, few))
                 log.info("metrics are at %s/metrics, without a key", base_url(listening.state))
-            front = await stack.enter_async_context(running(_app(server, refusals), listening.clients, limits))
+            front = await stack.enter_async_context(
+                running(_app(server, refusals), listening.clients, limits, listening.tls)
+            )
+            server.add(front)
             metrics.follow_server(front)
             if followers := server.get(Followers):
                 front.on_ended(followers.tell)
             yield
+
+    def change(self, server: Server, before: Config, after: Config) -> Commit:
+        """The certificate, which is renewed now and then."""
+        tls = tls_of(after)
+        return do_nothing if tls is None else lambda: server.get(HttpServer).use(tls)
 
 
 def _limits(server: Server) -> ServerLimits:
