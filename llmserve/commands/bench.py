@@ -50,7 +50,7 @@ from rich.table import Table
 
 from llmserve.engines.process import EngineProcess
 from llmserve.http.client import HttpClient
-from llmserve.runtime.extras import need_embedded, need_plot
+from llmserve.runtime.extras import need_embedded, need_plot, need_predictor
 from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
@@ -381,6 +381,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status. Raises LLMServeError, before any start if an extra is missing."""
     if args.engine is None:
         need_embedded()
+    need_predictor("a trained predictor")
     need_plot(args.figure, "--figure")
     if args.predictor is None:
         import predictor

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmserve.errors import ConfigError
-from llmserve.runtime.extras import need
+from llmserve.runtime.extras import need, need_predictor
 from llmserve.simulation.prompt_rows import need_readers, predictions_by, with_bar
 from predictor.dataset import Row, Splits, load_rows, split_rows
 from predictor.errors import BadPredictor, PredictorError
@@ -49,7 +49,7 @@ from predictor.trained import other_training, trained_split
 if TYPE_CHECKING:
     from predictor.report import Report
 
-MODULES = ("datasets", "datasketch", "matplotlib", "pyarrow", "scipy", "sklearn")
+MODULES = ("datasets", "datasketch", "matplotlib", "onnxruntime", "pyarrow", "scipy", "sklearn", "tokenizers")
 """Modules of the extra; a trained predictor runs without torch."""
 
 
@@ -60,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
     args.predictor = args.predictor or args.predictor_flag
     if args.online and args.part == "all":
         need_readers(*args.data)
+        if args.predictor is not None:
+            need_predictor("a trained predictor")
     else:
         need("train", *MODULES, why="evaluating a predictor")
     try:

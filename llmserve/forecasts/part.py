@@ -12,6 +12,7 @@ from llmserve.errors import ConfigError
 from llmserve.forecasts import state_file
 from llmserve.part import Part, Server
 from llmserve.runtime.at_once import at_once
+from llmserve.runtime.extras import need_predictor
 from llmserve.settings.by_model import by_model
 from llmserve.settings.tree import Config
 from predictor.errors import PredictorError
@@ -46,6 +47,8 @@ class Predictors(Part):
             by_model("predictor", config.prediction.predictor)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if _folders(config):
+            need_predictor("a trained predictor")
         return config
 
     @contextlib.asynccontextmanager

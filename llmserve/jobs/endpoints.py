@@ -60,9 +60,10 @@ UPLOAD = {
 
 
 class NoBatches:
-    """The endpoints of a server without a store: each refuses."""
+    """The endpoints of a server without a store: each refuses. remedy : what the operator has to do"""
 
-    def __init__(self) -> None:
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
         self.router = APIRouter(include_in_schema=False)
         for path in (FILES, BATCHES):
             for tail in ("", "/{rest:path}"):
@@ -70,14 +71,13 @@ class NoBatches:
 
     def upload(self, exchange: Exchange[Any]) -> Upload:
         """Refuse every upload before its body."""
-        raise _no_store()
+        raise self._refusal()
 
     async def _answer(self) -> Response:
-        raise _no_store()
+        raise self._refusal()
 
-
-def _no_store() -> NotFound:
-    return NotFound("this server keeps no files and batches: start it with --state DIR", code="no_store")
+    def _refusal(self) -> NotFound:
+        return NotFound(f"this server keeps no files and batches: {self._remedy}", code="no_store")
 
 
 class BatchEndpoints:

@@ -17,6 +17,7 @@ from llmserve.gateway.part import OwnApi
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.part import Part, Server
+from llmserve.runtime.extras import install, missing, need
 from llmserve.settings.tree import Config
 from llmserve.tenants.guards import client_key
 from llmserve.tenants.limits import KeyLimits
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from llmserve.jobs.service import JobService
 
 FILE, FOLDER = "jobs.sqlite", "jobs"
+MODULES = ("sqlalchemy", "aiosqlite", "python_multipart")
+"""Modules of the extra."""
 
 
 def has_store(config: Config) -> bool:
-    """Whether the server keeps files and batches."""
-    return config.jobs.store is not None or config.server.state is not None
+    """Whether the server keeps files and batches: it has a place for them, and the packages."""
+    return config.jobs.store is not None or (config.server.state is not None and missing(*MODULES) is None)
 
 
 class Jobs(Part):
@@ -38,7 +41,11 @@ class Jobs(Part):
 
     def check(self, config: Config) -> Config:
         jobs, state = config.jobs, config.server.state
-        if not has_store(config) and jobs.store_folder is not None:
+        if jobs.store is not None:
+            need("jobs", *MODULES, why="--store")
+        elif state is not None and (Path(state).expanduser() / FILE).exists():
+            need("jobs", *MODULES, why=f"{FILE} of --state")  # its batches would wait for ever
+        elif state is None and jobs.store_folder is not None:
             raise ConfigError("store_folder has no effect without --store or --state")
         if jobs.store is not None and jobs.store_folder is None and state is None:
             raise ConfigError("store: give --store-folder or --state, too, for the bytes of files")
@@ -50,7 +57,7 @@ class Jobs(Part):
 
         api = server.get(OwnApi)
         if not has_store(server.config):
-            nothing = NoBatches()
+            nothing = NoBatches(_remedy(server.config))
             api.routers.append(nothing.router)
             api.uploads[FILES] = nothing.upload
             yield
@@ -77,6 +84,11 @@ class Jobs(Part):
             yield
         finally:
             await service.close()
+
+
+def _remedy(config: Config) -> str:
+    """What gives a server files and batches."""
+    return "start it with --state DIR" if config.server.state is None else f"it needs {install('jobs')}"
 
 
 def _service(server: Server) -> AbstractAsyncContextManager[JobService]:

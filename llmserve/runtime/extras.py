@@ -14,10 +14,15 @@ def need(extra: str, *modules: str, why: str, otherwise: str = "") -> None:
     why : what needs the modules, the subject of the message.  otherwise : an alternative, in the imperative.
     Nothing is imported: some of these modules take seconds.
     """
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            instead = f", or {otherwise}" if otherwise else ""
-            raise ConfigError(f"{why} needs {module}: {install(extra)}{instead}")
+    module = missing(*modules)
+    if module is not None:
+        instead = f", or {otherwise}" if otherwise else ""
+        raise ConfigError(f"{why} needs {module}: {install(extra)}{instead}")
+
+
+def missing(*modules: str) -> str | None:
+    """Return the first of these modules that is not installed; None: all are."""
+    return next((module for module in modules if importlib.util.find_spec(module) is None), None)
 
 
 def install(extra: str) -> str:
@@ -29,10 +34,15 @@ def need_embedded() -> None:
     """Raise ConfigError if the embedded engine cannot run."""
     need(
         "embedded",
-        *("torch", "transformers", "safetensors"),
+        *("torch", "transformers", "safetensors", "onnxruntime", "aiohttp"),
         why="the embedded engine",
         otherwise="name a server with --engine URL",
     )
+
+
+def need_predictor(why: str) -> None:
+    """Raise ConfigError if a trained predictor cannot run."""
+    need("predictor", "onnxruntime", "tokenizers", why=why)
 
 
 def need_plot(path: Path | None, flag: str = "--plot") -> None:

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from llmserve.calls.prompt_size import CHARACTERS_PER_TOKEN
 from llmserve.errors import ConfigError
-from llmserve.runtime.extras import need
+from llmserve.runtime.extras import need, need_predictor
 from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.scenario import Answers
 from predictor.dataset import Row, load_rows
@@ -40,6 +40,8 @@ def read_answers(source: str, folder: str | None, *, learning: bool = False) -> 
     for forecasts during the run.  Raises ConfigError on a bad file or folder.
     """
     need_readers(source)
+    if folder is not None:
+        need_predictor("a trained predictor")
     try:
         rows = load_rows([source]).rows
         if folder is not None and len(rows) > FORECASTS_MAX:

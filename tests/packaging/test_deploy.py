@@ -93,7 +93,7 @@ def test_images_may_be_named_by_their_digests():
 def test_the_image_installs_only_packages_whose_hashes_it_compares():
     commands = [part for line in instructions("RUN") for part in line.split(" && ") if "pip install" in part]
     assert ["--no-deps" in command for command in commands] == [True, True]
-    assert "--require-hashes --no-deps -r requirements/server.lock" in commands[0]
+    assert "--require-hashes --no-deps -r requirements/image.lock" in commands[0]
 
 
 def test_the_command_for_the_file_of_keys_makes_a_private_file(tmp_path: Path):

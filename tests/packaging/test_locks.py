@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ["server", "embedded", "test", "torch", "torch-cpu", "vllm"]
+LOCKS = ["server", "image", "embedded", "test", "torch", "torch-cpu", "vllm"]
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
@@ -51,7 +51,17 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
         assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", text) for text in hashes), package
 
 
-@pytest.mark.parametrize(("name", "extra"), [("server", ""), ("embedded", "embedded"), ("test", "test")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("server", ""),
+        ("image", "jobs"),
+        ("image", "predictor"),
+        ("image", "timed"),
+        ("embedded", "embedded"),
+        ("test", "test"),
+    ],
+)
 def test_a_lock_has_what_its_extra_needs(name: str, extra: str) -> None:
     packages = locked(name) | locked("torch")
     for requirement in needed(extra):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from server_process import Server
@@ -30,11 +33,14 @@ CLEAN = {"PYTHONPATH": ""}  # otherwise the checkout would be imported
 
 @dataclass(frozen=True)
 class Installed:
-    """wheel : the file.  folder : working directory of commands.  bin : the environment's programs."""
+    """wheel : the file.  folder : working directory of commands.  bin : the environment's programs.
+    size_mb : of what was installed
+    """
 
     wheel: Path
     folder: Path
     bin: Path
+    size_mb: float
 
     def run(self, program: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.bin / program), *words]
@@ -59,22 +65,39 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         shutil.copy(ROOT / name, folder / name)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
-    python = environment / "bin" / "python"
-    pip(python, "wheel", "--no-deps", "--wheel-dir", str(folder / "dist"), str(folder))
+    pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(folder / "dist"), str(folder))
     (wheel,) = (folder / "dist").iterdir()
-    pip(python, "install", "--require-hashes", "--no-deps", "-r", str(ROOT / "requirements" / "server.lock"))
+    return environment(wheel, "server", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def installed_in_an_image(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """With the extras of deploy/Dockerfile."""
+    return environment(installed.wheel, "image", tmp_path_factory)
+
+
+def environment(wheel: Path, lock: str, folders: pytest.TempPathFactory) -> Installed:
+    """A new environment with the wheel and the packages of a lock."""
+    place = folders.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True, timeout=120)
+    python = place / "bin" / "python"
+    before = size_mb(place)
+    pip(python, "install", "--require-hashes", "--no-deps", "-r", str(ROOT / "requirements" / f"{lock}.lock"))
     pip(python, "install", "--no-deps", str(wheel))
-    return Installed(wheel, tmp_path_factory.mktemp("elsewhere"), environment / "bin")
+    return Installed(wheel, folders.mktemp("elsewhere"), place / "bin", size_mb(place) - before)
+
+
+def size_mb(folder: Path) -> float:
+    """What the files take on a disk with blocks of 4 KiB."""
+    blocks = sum([-(-path.stat().st_size // 4096) for path in folder.rglob("*") if path.is_file()])
+    return blocks * 4096 / 2**20
 
 
 @pytest.fixture
-def fake_engine(installed: Installed) -> Iterator[str]:
-    """The URL of a fake engine started from the wheel."""
+def fake_engine() -> Iterator[str]:
+    """The URL of a timed engine, which the extra `timed` of the tests' own environment runs."""
     words = ["-m", "llmserve.engines.timed", "--port", "0", "--model", "llmserve-demo", "--step-s", "0.001"]
-    command, environment = [str(installed.bin / "python"), *words], {**os.environ, **CLEAN}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=installed.folder)
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -120,6 +143,14 @@ def test_every_command_prints_its_flags_without_an_extra(installed: Installed):
             "the embedded engine needs torch: pip install 'llmserve[embedded]', or name a server with --engine URL",
         ),
         ("train --data absent.jsonl --output folder", "training needs torch: pip install 'llmserve[train]'"),
+        (
+            "serve --engine http://127.0.0.1:9 --predictor folder",
+            "a trained predictor needs onnxruntime: pip install 'llmserve[predictor]'",
+        ),
+        (
+            "serve --engine http://127.0.0.1:9 --store postgresql://host/name --store-folder folder",
+            "--store needs sqlalchemy: pip install 'llmserve[jobs]'",
+        ),
         ("plan --instance absent.json", "planning needs scipy: pip install 'llmserve[plan]'"),
         ("simulate --requests 100000000 --plot folder", "--plot needs matplotlib: pip install 'llmserve[plot]'"),
     ],
@@ -134,7 +165,35 @@ def test_a_simulation_needs_no_extra(installed: Installed):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_answer_is_served_with_the_demo_predictors_forecast(installed: Installed, fake_engine: str):
+def test_the_base_is_small(installed: Installed):
+    assert installed.size_mb < 145
+
+
+def test_an_answer_is_served_without_an_extra_and_teaches(installed: Installed, fake_engine: str, tmp_path: Path):
+    program = [str(installed.bin / "llmserve")]
+    words = ("--engine", fake_engine, "--state", str(tmp_path / "state"))
+    with closing(Server(*words, environment=CLEAN, program=program)) as server:
+        for _ in range(3):
+            answer, headers = server.chat("Count from 1 to 20.", max_tokens=5)
+        assert answer["usage"]["completion_tokens"] == 5
+        assert float(headers["x-llmserve-predicted-tokens"]) > 0
+        with pytest.raises(HTTPError) as refusal:
+            urlopen(f"{server.url}/v1/batches", timeout=30)
+        message = json.loads(refusal.value.read())["error"]["message"]
+        assert message == "this server keeps no files and batches: it needs pip install 'llmserve[jobs]'"
+        assert server.stop(signal.SIGTERM) == 0
+    assert sorted(path.name for path in (tmp_path / "state").iterdir())
+
+
+def test_a_store_whose_packages_are_gone_is_not_forgotten(installed: Installed, tmp_path: Path):
+    (tmp_path / "jobs.sqlite").touch()
+    done = installed.run("llmserve", "serve", "--engine", "http://127.0.0.1:9", "--state", str(tmp_path))
+    line = "jobs.sqlite of --state needs sqlalchemy: pip install 'llmserve[jobs]'"
+    assert (done.returncode, done.stderr) == (2, f"llmserve: {line}\n")
+
+
+def test_an_answer_is_served_with_the_demo_predictors_forecast(installed_in_an_image: Installed, fake_engine: str):
+    installed = installed_in_an_image
     place = "import predictor; print(predictor.DEMO)"
     demo = installed.run("python", "-c", place).stdout.strip()
     program = [str(installed.bin / "llmserve")]
