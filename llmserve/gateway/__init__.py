@@ -2,7 +2,7 @@
 
 agent_bodies   : the bodies of /v1/responses and /v1/messages, which agent programs send
 aliases        : other names of models, each with the models that stand behind it
-api_document   : parts of the document of the server's API that FastAPI cannot make itself
+api_document   : parts of the document of the server's API that are not of one route alone
 answers        : responses that the front-end itself makes
 bodies         : the JSON bodies of clients
 completions    : requests that engines answer
@@ -13,6 +13,7 @@ fitting        : refuses requests that no engine can ever serve, by what is cert
 forecasting    : what a call would take, asked by its body
 intake         : the way of a request through the stages of its admission
 keep_alive     : what a stream says before the engine does
+own_routes     : paths of the server's own API: who may use each, what answers, what the document of the API says
 parse          : reads a client's request into a draft
 part           : where the server listens, and how requests for engines are admitted
 prompts        : what is read of a prompt, in each form in which clients send it

@@ -1,4 +1,4 @@
-"""Parts of the document of the server's API, /openapi.json, that FastAPI cannot make itself: bodies are msgspec's."""
+"""Parts of the document of the server's API, /openapi.json, that are not of one route: bodies, paths of engines."""
 
 from __future__ import annotations
 

@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastapi import APIRouter
-
 from llmserve.calls.client_request import ClientExchange
 from llmserve.errors import ConfigError, ListenError
 from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.forecasting import of_body
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.gateway.stages import Admission, identified, kind_known, of_clients, of_gateways
 from llmserve.http import accepting
 from llmserve.http.accepting import base_url
@@ -55,10 +54,10 @@ Upload = Callable[[ClientExchange], BodySink]
 class OwnApi:
     """The server's own API, to which parts add their paths.
 
-    routers  one of each room.  uploads : by the path to which their bodies are sent
+    routes  of all rooms; the first that matches answers.  uploads : by the path to which their bodies are sent
     """
 
-    routers: list[APIRouter] = field(default_factory=list)
+    routes: list[OwnRoute] = field(default_factory=list)
     uploads: dict[str, Upload] = field(default_factory=dict)
 
 

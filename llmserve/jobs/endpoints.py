@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -22,6 +21,7 @@ from llmserve.gateway.answers import json_response
 from llmserve.gateway.api_document import json_body
 from llmserve.gateway.bodies import BodyLimits, read_body
 from llmserve.gateway.endpoints import BATCH_PATHS
+from llmserve.gateway.own_routes import Answering, OwnRoute
 from llmserve.http.exchange import Exchange
 from llmserve.jobs.sums import JobSums
 from llmserve.tenants.guards import Guard, key_of
@@ -64,16 +64,14 @@ class NoBatches:
 
     def __init__(self, remedy: str) -> None:
         self._remedy = remedy
-        self.router = APIRouter(include_in_schema=False)
-        for path in (FILES, BATCHES):
-            for tail in ("", "/{rest:path}"):
-                self.router.add_api_route(path + tail, self._answer, methods=["GET", "POST", "DELETE"])
+        paths = [path + tail for path in (FILES, BATCHES) for tail in ("", "/{rest:path}")]
+        self.routes = [OwnRoute(method, path, self._answer) for method in ("GET", "POST", "DELETE") for path in paths]
 
     def upload(self, exchange: Exchange[Any]) -> Upload:
         """Refuse every upload before its body."""
         raise self._refusal()
 
-    async def _answer(self) -> Response:
+    async def _answer(self, _: Request) -> Response:
         raise self._refusal()
 
     def _refusal(self) -> NotFound:
@@ -90,25 +88,29 @@ class BatchEndpoints:
         self.sums = JobSums(jobs)
         self._jobs = jobs
         self._client_key = client_key
-        self.router = APIRouter(dependencies=[Depends(_while_the_store_works)])
-        self._add_routes(client_key)
+        self.routes = self._routes(client_key)
 
-    def _add_routes(self, client_key: Guard) -> None:
+    def _routes(self, client_key: Guard) -> list[OwnRoute]:
         from llmserve.jobs.objects import NewBatch
 
-        add = self.router.add_api_route
-        files: Any = {"tags": ["files"], "dependencies": [Depends(client_key)]}
-        batches: Any = {"tags": ["batches"], "dependencies": [Depends(client_key)]}
-        add(FILES, self.add_file, methods=["POST"], tags=["files"], openapi_extra=UPLOAD)  # `upload` asks for the key
-        add(FILES, self.list_files, **files)
-        add(FILES + "/{file_id}", self.file, **files)
-        add(FILES + "/{file_id}", self.delete_file, methods=["DELETE"], **files)
-        add(FILES + "/{file_id}/content", self.content, **files)
-        new: Any = {**batches, "dependencies": [Depends(client_key.with_body)], "openapi_extra": json_body(NewBatch)}
-        add(BATCHES, self.create, methods=["POST"], **new)
-        add(BATCHES, self.list_batches, **batches)
-        add(BATCHES + "/{batch_id}", self.batch, **batches)
-        add(BATCHES + "/{batch_id}/cancel", self.cancel, methods=["POST"], **batches)
+        def route(
+            method: str, path: str, answer: Answering, guard: Guard | None = client_key, **extra: Any
+        ) -> OwnRoute:
+            tag = "files" if path.startswith(FILES) else "batches"
+            return OwnRoute(method, path, _while_the_store_works(answer), guard=guard, tag=tag, extra=extra)
+
+        file, batch = FILES + "/{file_id}", BATCHES + "/{batch_id}"
+        return [
+            route("POST", FILES, self.add_file, None, **UPLOAD),  # `upload` asks for the key
+            route("GET", FILES, self.list_files),
+            route("GET", file, self.file),
+            route("DELETE", file, self.delete_file),
+            route("GET", file + "/content", self.content),
+            route("POST", BATCHES, self.create, client_key.with_body, **json_body(NewBatch)),
+            route("GET", BATCHES, self.list_batches),
+            route("GET", batch, self.batch),
+            route("POST", batch + "/cancel", self.cancel),
+        ]
 
     def upload(self, exchange: Exchange[Any]) -> Upload:
         """What takes the body of an upload whose head has arrived. Raises RequestError."""
@@ -223,15 +225,19 @@ def _checked(fields: dict[str, str]) -> int | None:
         raise BadRequest(f"`expires_after`: {error}", param="expires_after", code="invalid_value") from None
 
 
-async def _while_the_store_works() -> AsyncIterator[None]:
-    """Tell clients that the store cannot be used now."""
+def _while_the_store_works(answer: Answering) -> Answering:
+    """The same answer; clients are told when the store cannot be used now."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    try:
-        yield
-    except SQLAlchemyError as error:
-        log.error("the store of batch jobs failed: %s", error)
-        raise Unavailable("the store cannot be used now", code="store_unavailable", retry_after_s=5.0) from error
+    @wraps(answer)
+    async def answer_or_refuse(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except SQLAlchemyError as error:
+            log.error("the store of batch jobs failed: %s", error)
+            raise Unavailable("the store cannot be used now", code="store_unavailable", retry_after_s=5.0) from error
+
+    return answer_or_refuse
 
 
 def _limit(text: str | None, default: int, most: int) -> int:

@@ -58,7 +58,7 @@ class Jobs(Part):
         api = server.get(OwnApi)
         if not has_store(server.config):
             nothing = NoBatches(_remedy(server.config))
-            api.routers.append(nothing.router)
+            api.routes += nothing.routes
             api.uploads[FILES] = nothing.upload
             yield
             return
@@ -66,7 +66,7 @@ class Jobs(Part):
             server.add(service)
             batches = BatchEndpoints(service, client_key(server.get(KeyLimits).keys))
             server.add(batches.sums)
-            api.routers.append(batches.router)
+            api.routes += batches.routes
             api.uploads[FILES] = batches.upload
             yield
 

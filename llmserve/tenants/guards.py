@@ -1,4 +1,4 @@
-"""Who may use a path of the server's own API. FastAPI asks a guard as a dependency: `Depends(guard)`.
+"""Who may use a path of the server's own API.
 
 A guard also shows in the document of the API which key a path needs, and the application asks the guard of a path that
 reads a body before the body is kept (web/site.py).
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fastapi.openapi.models import HTTPBearer
-from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
 from llmserve.errors import NotFound, Unauthorized
@@ -19,26 +17,23 @@ Check = Callable[[Mapping[str, str]], str]
 """The name of the key in these headers, with lower-case names. Raises RequestError."""
 
 
-class Guard(SecurityBase):
-    """Notes the name of the request's key, for `key_of`, or refuses the request.
+class Guard:
+    """Tells the name of a request's key, or refuses the request.
 
+    name        in the document of the API
+    check       by the request's headers
     reads_body  the path reads the body of its request, which is kept in memory for a right key only
     """
 
     def __init__(self, name: str, check: Check, *, reads_body: bool = False) -> None:
-        self.model = HTTPBearer()
-        self.scheme_name = name
+        self.name = name
         self.check = check
         self.reads_body = reads_body
 
     @property
     def with_body(self) -> Guard:
         """The same guard, of a path that reads the body."""
-        return Guard(self.scheme_name, self.check, reads_body=True)
-
-    async def __call__(self, request: Request) -> str:
-        request.state.key = key = self.check(request.headers)
-        return key
+        return Guard(self.name, self.check, reads_body=True)
 
 
 def key_of(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""All that clients reach on a port, and the server's own API: FastAPI answers every path but those of engines.
+"""All that clients reach on a port, and the server's own API: Starlette answers every path but those of engines.
 
 admin     : endpoints for operators
 app       : all that clients ask on one port

@@ -6,15 +6,16 @@ Who waits; list the engines; drain, resume or restart one; show what keys use; r
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.errors import BadRequest, ConfigError, NotFound
 from llmserve.gateway.answers import json_response
 from llmserve.gateway.api_document import json_body
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
 from llmserve.live.engine_state import EngineEvent, refusal
 from llmserve.live.handle import EngineHandle
@@ -42,19 +43,17 @@ class AdminEndpoints:
         self._limits = limits
         self._reload = reload
         self._peers = Peers(cluster, limits)
-        key = [Depends(admin_key)]
-        self.router = router = APIRouter(prefix="/admin", tags=["admin"])
-        router.add_api_route("/queue", self.list_waiting, dependencies=key)
-        router.add_api_route("/engines", self.list_engines, dependencies=key)
-        router.add_api_route("/usage", self.usage, dependencies=key)
-        router.add_api_route("/reload", self.reload, methods=["POST"], dependencies=key)
-        peers = [Depends(admin_key.with_body)]
-        router.add_api_route(
-            "/peers", self.peers, methods=["POST"], dependencies=peers, openapi_extra=json_body(ToServer)
-        )
-        router.add_api_route("/engines/{name:path}/{order}", self.engine_action, methods=["POST"], dependencies=key)
+        route = partial(OwnRoute, tag="admin")
+        self.routes = [
+            route("GET", "/admin/queue", self.list_waiting, guard=admin_key),
+            route("GET", "/admin/engines", self.list_engines, guard=admin_key),
+            route("GET", "/admin/usage", self.usage, guard=admin_key),
+            route("POST", "/admin/reload", self.reload, guard=admin_key),
+            route("POST", "/admin/peers", self.peers, guard=admin_key.with_body, extra=json_body(ToServer)),
+            route("POST", "/admin/engines/{name:path}/{order}", self.engine_action, guard=admin_key),
+        ]
 
-    async def list_engines(self) -> Response:
+    async def list_engines(self, _: Request) -> Response:
         """The engines, what each is doing, and what the sources of engines tell."""
         engines = [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]
         looked = sorted(self._cluster.membership.looked.items())
@@ -63,7 +62,7 @@ class AdminEndpoints:
         ]
         return json_response({"engines": engines, "sources": sources})
 
-    async def list_waiting(self) -> Response:
+    async def list_waiting(self, _: Request) -> Response:
         """The requests that wait, in the order in which they would start; and the programs that are present."""
         cluster = self._cluster
         programs = programs_seen(cluster, PROGRAMS_MAX)
@@ -96,7 +95,7 @@ class AdminEndpoints:
             self._fleet.restart(handle)
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
 
-    async def usage(self) -> Response:
+    async def usage(self, _: Request) -> Response:
         """What keys have used since the start, and what is spent of their budgets."""
         limits = self._limits
         budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
@@ -106,7 +105,7 @@ class AdminEndpoints:
         """Take this server's parts of the limits; tell the controller of the cluster what came since the last time."""
         return json_response(self._peers.exchange(await request.body()))
 
-    async def reload(self) -> Response:
+    async def reload(self, _: Request) -> Response:
         """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""
         try:
             await self._reload()

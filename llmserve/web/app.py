@@ -23,9 +23,9 @@ Watcher = Callable[[ClientExchange], None]
 
 
 class App:
-    """Answers requests: for engines' endpoints and for forecasts directly, every other path by FastAPI.
+    """Answers requests: for engines' endpoints and for forecasts directly, every other path by Starlette.
 
-    Requests to engines bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time
+    Requests to engines bypass ASGI and Starlette: routing, middlewares and a task for each client would cost more time
     than all of scheduling (scripts/lab/questions/performance/frontend.py).
 
     cors            answers browsers that ask what pages may send; None: pages of other origins may send nothing

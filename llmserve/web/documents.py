@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from fastapi import APIRouter, Depends
-from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
 from starlette.responses import Response
 
 import llmserve
@@ -16,6 +15,7 @@ from llmserve.gateway.answers import json_response
 from llmserve.gateway.api_document import engine_paths, forecast_path
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.forecasting import PATH as FORECAST
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard
 from llmserve.web.page import HEADERS
@@ -24,33 +24,48 @@ ENGINES = "Answered by an engine, where one has the path: /openapi.json says whi
 
 
 class DocumentEndpoints:
-    """Describes the routes of all routers, and the paths that the engines of the cluster have."""
+    """Describes these routes and its own, and the paths that the engines of the cluster have."""
 
-    def __init__(self, routers: Sequence[APIRouter], cluster: LiveCluster, client_key: Guard) -> None:
-        self._routers = tuple(routers)
+    def __init__(self, routes: Sequence[OwnRoute], cluster: LiveCluster, client_key: Guard) -> None:
+        self._routes = tuple(routes)
         self._cluster = cluster
         self._document: dict[str, Any] | None = None
-        self.router = router = APIRouter(tags=["documents"])
-        router.add_api_route("/openapi.json", self.openapi, dependencies=[Depends(client_key)])
-        router.add_api_route("/docs", self.docs)
+        self.routes = [
+            OwnRoute("GET", "/openapi.json", self.openapi, guard=client_key, tag="documents"),
+            OwnRoute("GET", "/docs", self.docs, tag="documents"),
+        ]
 
-    async def openapi(self) -> Response:
+    async def openapi(self, _: Request) -> Response:
         """This document, with the paths that the engines have now."""
         own = self._own()
         there = self._cluster.routes.having(self._cluster.fleet.handles.values())
         return json_response({**own, "paths": {**engine_paths(there), **own["paths"]}})
 
-    async def docs(self) -> Response:
+    async def docs(self, _: Request) -> Response:
         """The same for people."""
         return Response(_page(self._own()), media_type="text/html; charset=utf-8", headers=HEADERS)
 
     def _own(self) -> dict[str, Any]:
         """The document of the server's own paths, which never change."""
         if self._document is None:
-            routes = [route for router in (*self._routers, self.router) for route in router.routes]
-            document = get_openapi(title="llmserve", version=llmserve.__version__, routes=routes)
-            self._document = {**document, "paths": {**forecast_path(FORECAST), **document["paths"]}}
+            self._document = document((*self._routes, *self.routes))
+            self._document["paths"] = {**forecast_path(FORECAST), **self._document["paths"]}
         return self._document
+
+
+def document(routes: Iterable[OwnRoute]) -> dict[str, Any]:
+    """The document of these routes, as OpenAPI has it."""
+    paths: dict[str, dict[str, Any]] = {}
+    shown = [route for route in routes if route.tag]
+    for route in shown:
+        paths.setdefault(route.path_format, {})[route.method.lower()] = route.operation()
+    keys = sorted({route.guard.name for route in shown if route.guard is not None})
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llmserve", "version": llmserve.__version__},
+        "paths": paths,
+        "components": {"securitySchemes": {key: {"type": "http", "scheme": "bearer"} for key in keys}},
+    }
 
 
 def _page(document: dict[str, Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.errors import model_not_found
 from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.answers import json_response
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard
 
@@ -22,11 +22,12 @@ class ModelEndpoints:
 
     def __init__(self, cluster: LiveCluster, aliases: Aliases, client_key: Guard) -> None:
         self._cluster, self._aliases = cluster, aliases
-        self.router = router = APIRouter(tags=["models"], dependencies=[Depends(client_key)])
-        router.add_api_route("/v1/models", self.list_models)
-        router.add_api_route("/v1/models/{model_id:path}", self.model)
+        self.routes = [
+            OwnRoute("GET", "/v1/models", self.list_models, guard=client_key, tag="models"),
+            OwnRoute("GET", "/v1/models/{model_id:path}", self.model, guard=client_key, tag="models"),
+        ]
 
-    async def list_models(self) -> Response:
+    async def list_models(self, _: Request) -> Response:
         """The models, and their other names."""
         models = [self._described(name) for name in sorted(self._cluster.models)]
         aliases = self._aliases.of(self._cluster.models)

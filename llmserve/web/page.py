@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from importlib import resources
 
 import msgspec
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.jobs.sums import JobSums
 from llmserve.observe.watch import Watch
 from llmserve.runtime.lasting import lasting
@@ -50,17 +50,15 @@ class PageEndpoints:
         self._told = asyncio.Event()
         self._ticking: asyncio.Task[None] | None = None
         self._last = b""
-        self.router = router = APIRouter(tags=["page"])
-        for path in FILES:
-            router.add_api_route(path, self._file, include_in_schema=False)
-        router.add_api_route("/events", self.events, dependencies=[Depends(key)])
+        files = [OwnRoute("GET", path, self._file) for path in FILES]
+        self.routes = [*files, OwnRoute("GET", "/events", self.events, guard=key, tag="page")]
 
     async def _file(self, request: Request) -> Response:
         name, content_type = FILES[request.url.path]
         data = resources.files("llmserve.web").joinpath("static", name).read_bytes()
         return Response(data, media_type=content_type, headers=HEADERS)
 
-    async def events(self) -> Response:
+    async def events(self, _: Request) -> Response:
         """Server-sent events, one snapshot each; see watch.Snapshot."""
         return StreamingResponse(self._events(), media_type="text/event-stream", headers=OF_STREAM)
 

@@ -53,7 +53,7 @@ class Page(Part):
         required, admin = server.get(KeyLimits).keys.required, server.get(KnownKeys).admin
         key = admin_key(admin, "/events") if required else any_key(())
         watch = Watch(server.get(LiveCluster), server.get(Metrics).meter_of_all)
-        server.get(OwnApi).routers.append(PageEndpoints(watch, key, server.find(JobSums)).router)
+        server.get(OwnApi).routes += PageEndpoints(watch, key, server.find(JobSums)).routes
         yield
 
 
@@ -63,16 +63,14 @@ class OwnPaths(Part):
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
         cluster, limits, admin = server.get(LiveCluster), server.get(KeyLimits), server.get(KnownKeys).admin
-        keys, routers = limits.keys, server.get(OwnApi).routers
+        keys, routes = limits.keys, server.get(OwnApi).routes
         any_of = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         key, bare_key = client_key(keys), client_key(keys, bare=True)
-        routers += (
-            ModelEndpoints(cluster, server.get(Aliases), bare_key).router,
-            ResponseEndpoints(cluster, key).router,
-            StateEndpoints(cluster, server.get(Metrics), any_key(any_of)).router,
-            AdminEndpoints(cluster, admin_key(admin), limits, server.reload).router,
-        )
-        routers.append(DocumentEndpoints(routers, cluster, bare_key).router)
+        routes += ModelEndpoints(cluster, server.get(Aliases), bare_key).routes
+        routes += ResponseEndpoints(cluster, key).routes
+        routes += StateEndpoints(cluster, server.get(Metrics), any_key(any_of)).routes
+        routes += AdminEndpoints(cluster, admin_key(admin), limits, server.reload).routes
+        routes += DocumentEndpoints(routes, cluster, bare_key).routes
         yield
 
 
@@ -87,7 +85,7 @@ class Front(Part):
             if listening.state is not None:
                 everybody = StateEndpoints(server.get(LiveCluster), metrics, any_key(()))
                 few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
-                await stack.enter_async_context(running(Site([everybody.router], refusals), listening.state, few))
+                await stack.enter_async_context(running(Site(everybody.routes, refusals), listening.state, few))
                 log.info("metrics are at %s/metrics, without a key", base_url(listening.state))
             front = await stack.enter_async_context(
                 running(_app(server, refusals), listening.clients, limits, listening.tls)
@@ -127,7 +125,7 @@ def _app(server: Server, refusals: Refusals) -> App:
     return App(
         completions,
         Forecasting(cluster, admissions.forecasts),
-        Site(api.routers, refusals, api.uploads, (*ENDPOINTS, FORECAST)),
+        Site(api.routes, refusals, api.uploads, (*ENDPOINTS, FORECAST)),
         cors=cors,
         watchers=watchers,
         body_bytes_max=config.limits.body_bytes_max,

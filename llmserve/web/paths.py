@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi.routing import APIRoute
 from starlette.routing import Match
 from starlette.types import Scope
+
+from llmserve.gateway.own_routes import OwnRoute
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -14,11 +15,11 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 class Paths:
     """routes : of the server's own API.  posts : paths that take POST and are served elsewhere"""
 
-    def __init__(self, routes: Iterable[APIRoute], posts: Iterable[str]) -> None:
+    def __init__(self, routes: Iterable[OwnRoute], posts: Iterable[str]) -> None:
         self._routes = tuple(routes)
         self._posts = frozenset(posts)
 
-    def route(self, method: str, path: str) -> APIRoute | None:
+    def route(self, method: str, path: str) -> OwnRoute | None:
         """What answers a request; None: nothing does."""
         scope = _scope("GET" if method == "HEAD" else method, path)
         return next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
 from llmserve.tenants.guards import Guard, key_of
 from llmserve.tenants.keys import GATEWAY
@@ -19,11 +19,10 @@ class ResponseEndpoints:
 
     def __init__(self, cluster: LiveCluster, client_key: Guard) -> None:
         self._cluster = cluster
-        self.router = router = APIRouter(tags=["responses"], dependencies=[Depends(client_key.with_body)])
-        for method in ("GET", "DELETE"):
-            router.add_api_route("/v1/responses/{response_id}", self.pass_on, methods=[method])
-        for method in ("GET", "POST"):
-            router.add_api_route("/v1/responses/{response_id}/{order}", self.pass_on, methods=[method])
+        one = "/v1/responses/{response_id}"
+        paths = (("GET", one), ("DELETE", one), ("GET", one + "/{order}"), ("POST", one + "/{order}"))
+        key = client_key.with_body
+        self.routes = [OwnRoute(method, path, self.pass_on, guard=key, tag="responses") for method, path in paths]
 
     async def pass_on(self, request: Request) -> Response:
         """Passed to the engine that has given the response: retrieve, delete or cancel it, or list its items."""

@@ -1,12 +1,11 @@
-"""The server's own API: every path but those of engines. FastAPI answers, by the routers of the rooms."""
+"""The server's own API: every path but those of engines. Starlette answers, by the routes of the rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,38 +14,34 @@ from llmserve.calls.client_request import ClientExchange, ClientRequest
 from llmserve.errors import MethodNotAllowed, NotFound, RequestError, UnsupportedMediaType
 from llmserve.gateway.answers import Refusals, error_response
 from llmserve.gateway.content_coding import HEADER, codings_of
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.gateway.part import Upload
 from llmserve.http.asgi import AsgiAnswers
 from llmserve.http.exchange import Answer
-from llmserve.tenants.guards import Guard
 from llmserve.web.paths import Paths
 
 
 class Site:
     """Answers requests for the server itself.
 
-    routers  of the rooms; the first route that matches answers
+    routes   the first that matches answers
     uploads  by the path to which their bodies are sent
     posts    paths that take POST and are answered elsewhere
     """
 
     def __init__(
         self,
-        routers: Sequence[APIRouter],
+        routes: Sequence[OwnRoute],
         refusals: Refusals,
         uploads: Mapping[str, Upload] = MappingProxyType({}),
         posts: Iterable[str] = (),
     ) -> None:
         self._refusals = refusals
         self._uploads = uploads
-        routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         self._paths = Paths(routes, posts)
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-        for kind in (RequestError, Exception):
-            app.add_exception_handler(kind, self._on_error)
-        app.add_exception_handler(HTTPException, self._on_no_route)
-        for router in routers:
-            app.include_router(router)
+        on_errors = {RequestError: self._on_error, Exception: self._on_error, HTTPException: self._on_no_route}
+        app = Starlette(routes=routes, exception_handlers=on_errors)
+        app.router.redirect_slashes = False
         self._answers = AsgiAnswers(app)
 
     def new_state(self) -> ClientRequest:
@@ -68,7 +63,7 @@ class Site:
             exchange.sink = upload(exchange)
             return
         route = self._paths.route(exchange.method, exchange.path)
-        guard = _guard_of_body(route) if route is not None else None
+        guard = route.guard if route is not None and route.guard is not None and route.guard.reads_body else None
         exchange.keeps_body = guard is not None
         if guard is not None:
             exchange.holder = exchange.state.key = guard.check(exchange.headers)
@@ -100,9 +95,3 @@ class Site:
     def _no_path(self, path: str) -> NotFound:
         meant = self._paths.meant(path)
         return NotFound(f"there is no {path}" + (f"; did you mean {meant}?" if meant else ""))
-
-
-def _guard_of_body(route: APIRoute) -> Guard | None:
-    """The guard of a route that reads the body of its requests."""
-    guards = [needed.call for needed in route.dependant.dependencies if isinstance(needed.call, Guard)]
-    return next((guard for guard in guards if guard.reads_body), None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.errors import Unauthorized
 from llmserve.gateway.answers import json_response
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.runtime.lasting import failing
@@ -24,12 +24,13 @@ class StateEndpoints:
         self._cluster = cluster
         self._metrics = metrics
         self._key = key
-        self.router = router = APIRouter(tags=["state"])
-        router.add_api_route("/health", self.health)
-        router.add_api_route("/ready", self.ready)
-        router.add_api_route("/metrics", self.metrics_text, dependencies=[Depends(key)])
+        self.routes = [
+            OwnRoute("GET", "/health", self.health, tag="state"),
+            OwnRoute("GET", "/ready", self.ready, tag="state"),
+            OwnRoute("GET", "/metrics", self.metrics_text, guard=key, tag="state"),
+        ]
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """The process lives."""
         return json_response({"status": "ok"})
 
@@ -44,7 +45,7 @@ class StateEndpoints:
                 state["failing"] = failures
         return json_response(state, 200 if ready else 503)
 
-    async def metrics_text(self) -> Response:
+    async def metrics_text(self, _: Request) -> Response:
         """The metrics, for Prometheus."""
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -103,7 +103,7 @@ def test_the_forecast_is_the_servers_type() -> None:
 
 
 def test_the_library_loads_neither_torch_nor_a_server() -> None:
-    heavy = ("torch", "fastapi", "uvicorn", "onnxruntime")
+    heavy = ("torch", "starlette", "uvicorn", "onnxruntime")
     script = f"import sys, llmserve.forecast; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

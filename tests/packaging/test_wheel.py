@@ -166,7 +166,7 @@ def test_a_simulation_needs_no_extra(installed: Installed):
 
 
 def test_the_base_is_small(installed: Installed):
-    assert installed.size_mb < 145
+    assert installed.size_mb < 130
 
 
 def test_an_answer_is_served_without_an_extra_and_teaches(installed: Installed, fake_engine: str, tmp_path: Path):

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, Depends
-from fastapi.openapi.utils import get_openapi
 from front import Front, StartFront
+from starlette.requests import Request
+from starlette.responses import Response
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.errors import NotFound, Unauthorized
 from llmserve.gateway.api_document import engine_paths, json_body
 from llmserve.gateway.endpoints import ENDPOINTS
+from llmserve.gateway.own_routes import OwnRoute
 from llmserve.jobs.objects import NewBatch
 from llmserve.settings.tree import ServerConfig
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.guards import admin_key, any_key, client_key
+from llmserve.web.documents import document
 
 ANN, BOSS = {"authorization": "Bearer sk-ann"}, {"authorization": "Bearer sk-boss"}
 CLIENTS, ADMINS, NOBODY = Keys({"ann": "sk-ann"}), Keys({"boss": "sk-boss"}), Keys({})
@@ -47,13 +49,17 @@ def test_either_key_opens_what_both_may_see() -> None:
 
 
 def test_the_document_says_which_key_a_path_needs_and_what_its_body_is() -> None:
-    async def answer() -> None:
-        """Nothing."""
+    async def new_one(_: Request) -> Response:
+        """Makes one."""
+        raise NotImplementedError
 
-    router, key = APIRouter(), [Depends(client_key(CLIENTS))]
-    router.add_api_route("/x", answer, methods=["POST"], dependencies=key, openapi_extra=json_body(NewBatch))
-    document = get_openapi(title="t", version="1", routes=router.routes)
-    operation = document["paths"]["/x"]["post"]
+    described = document(
+        [OwnRoute("POST", "/x/{name:path}", new_one, guard=client_key(CLIENTS), tag="x", extra=json_body(NewBatch))]
+    )
+    assert described["components"]["securitySchemes"] == {"client key": {"type": "http", "scheme": "bearer"}}
+    operation = described["paths"]["/x/{name}"]["post"]
+    assert (operation["summary"], operation["description"]) == ("New one", "Makes one.")
+    assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
     assert operation["security"] == [{"client key": []}]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert set(schema["required"]) == {"input_file_id", "endpoint", "completion_window"}
