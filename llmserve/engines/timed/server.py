@@ -251,9 +251,13 @@ class FakeEngine:
         if kept:
             self.responses.add(kept)
         usage = body.stream_options is not None and body.stream_options.include_usage
-        tokens = body.most or self._output_tokens
+        tokens = body.most or self.tokens_of(body)
         model, cut = body.model or self.model, body.most is not None
         return FakeAnswer(model, path, tokens, words, usage, cut, id=kept, cached_tokens=cached)
+
+    def tokens_of(self, body: FakeBody) -> int:
+        """Output tokens of an answer that the request does not bound."""
+        return self._output_tokens
 
     async def _whole(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         if not self._is_instant(answer.model):
@@ -397,7 +401,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def main() -> None:
+def main(engine: type[FakeEngine] = FakeEngine) -> None:
     """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m llmserve.engines.timed", description="A timed engine, no model.")
     add = parser.add_argument
@@ -425,7 +429,7 @@ def main() -> None:
     arguments["others"] = dict(arguments.pop("other"))
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(FakeEngine(**arguments)))
+            runner.run(_serve(engine(**arguments)))
     except (OSError, ValueError) as error:
         sys.exit(f"llmserve.engines.timed: error: {error}")
 
