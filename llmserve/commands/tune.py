@@ -5,7 +5,8 @@
 
 The replay drives the server's own scheduler with the journal's arrivals, forecasts and real lengths, on simulated
 engines that are as fast as the journal shows. A candidate must keep the p99 latency within 1.10 of first come first
-served, also in 9 of 10 resamples of the trace's own blocks; of those, the best for the goal is named.
+served, with a probability of 0.9 for as many requests to come, by resamples of the trace's own blocks; of those
+candidates, the best for the goal is named.
 """
 
 from __future__ import annotations

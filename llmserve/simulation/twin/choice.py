@@ -1,11 +1,12 @@
 """Which candidate a twin would take, and why.
 
 p99 bound   a candidate must keep the p99 latency within 1.10 of first come first served, and answer as many requests
-sure        the share of resamples of the trace in which the p99 keeps the bound. A p99 goes by the few longest waits,
-            which come together: so resamples are of blocks of the trace, the same for both orders (moving blocks:
-            Künsch, Annals of Statistics 17, 1989), and have as many requests as were recorded
-best        of the candidates that keep the bound in 9 of 10 resamples, the one of the least mean, p99, share of late
-            requests, or energy per token
+sure        the probability that the p99 keeps the bound for as many requests to come. A p99 goes by the few longest
+            waits, which come together: so the trace is resampled in blocks, the same for both orders (moving blocks:
+            Künsch, Annals of Statistics 17, 1989). What comes next differs from the trace by chance as one resample
+            differs from another
+best        of the candidates that keep the bound with a probability of 0.9 or more, the one of the least mean, p99,
+            share of late requests, or energy per token
 margin      another candidate is taken only if it is better than the present settings by 2 % of first come first
             served, or these exceed the bound; and only if so in the first half of the requests and in the second half,
             with the candidate within the bound in both: what is noise seldom shows in both halves
@@ -28,7 +29,7 @@ Latencies = NDArray[np.float64]
 
 P99_BOUND = 1.10
 MARGIN = 0.02
-SURE = 0.9  # of the resamples
+SURE = 0.9  # the least probability that a candidate keeps the bound
 BLOCKS, RESAMPLES = 20, 200
 Goal = Literal["mean", "p99", "deadlines", "energy"]
 GOALS: tuple[Goal, ...] = ("mean", "p99", "deadlines", "energy")
@@ -44,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
                    requests with deadlines that are late
     answered       number of requests
     allowed        whether the p99 is within the bound, and no fewer requests are answered
-    sure           share of the resamples in which the p99 is within the bound
+    sure           probability that the p99 is within the bound for requests to come
     """
 
     settings: Settings
@@ -147,7 +148,7 @@ def _decide(twin: Twin, goal: Goal, rows: Sequence[Row], present: int, best: int
     if now.allowed and now.goal <= other.goal:
         return (
             present,
-            f"{now.name} keeps the bound in {now.sure:.0%} of the resamples, and no safer candidate is better",
+            f"{now.name} keeps the bound with a probability of {now.sure:.2f}, and no safer candidate is better",
         )
     if now.allowed and now.goal - other.goal < MARGIN:
         return present, f"{other.name} is better by less than {MARGIN:.0%}"
@@ -159,13 +160,13 @@ def _decide(twin: Twin, goal: Goal, rows: Sequence[Row], present: int, best: int
     if gain < MARGIN or not all(after.allowed for _, after in halves):
         return present, f"{other.name} is better, and keeps the bound, in one half of the requests at most"
     return best, (
-        f"{other.name} is better by {gain:.0%} or more in both halves of the requests, and keeps the bound in "
-        f"{other.sure:.0%} of the resamples"
+        f"{other.name} is better by {gain:.0%} or more in both halves of the requests, and keeps the bound with a "
+        f"probability of {other.sure:.2f}"
     )
 
 
 def sure_of(latency_s: Latencies, first_s: Latencies, recorded: int) -> float:
-    """The share of RESAMPLES resamples in which the p99 of `latency_s` is within the bound of that of `first_s`.
+    """The probability that the p99 of requests to come is within the bound, by pairs of RESAMPLES resamples.
 
     latency_s, first_s : (requests,) in the order of the arrivals, nan without an answer.  recorded : of them distinct;
     the others repeat them, and prove nothing more
@@ -173,12 +174,15 @@ def sure_of(latency_s: Latencies, first_s: Latencies, recorded: int) -> float:
     count = latency_s.size
     length = max(1, min(recorded, count) // BLOCKS)
     rng = np.random.default_rng(0)
-    kept = 0
-    for _ in range(RESAMPLES):
+    ratios = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
         starts = rng.integers(0, count, BLOCKS)
         chosen = (starts[:, None] + np.arange(length)).ravel() % count
-        kept += _p99(latency_s[chosen]) <= P99_BOUND * _p99(first_s[chosen])
-    return kept / RESAMPLES
+        ratios[number] = _p99(latency_s[chosen]) / _p99(first_s[chosen])
+    # Requests to come differ from the past as two resamples differ, not as a resample differs from its own source.
+    observed = _p99(latency_s) / _p99(first_s)
+    to_come = observed * ratios[:, None] / ratios
+    return float((to_come <= P99_BOUND).mean())
 
 
 def _value(outcome: Outcome, first: Outcome, goal: Goal) -> float:
