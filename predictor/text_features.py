@@ -37,6 +37,8 @@ CHARACTERS_USUAL = 7.0
 """Logarithm, to the base 2, of the length of a text of value 0."""
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
+WORD_CHARACTERS = 10
+"""In so many characters of a text there is usually a word at least, with the space behind it."""
 VOCABULARY_MAX = 1 << 14
 """Words and facts whose hashes are kept for the next prompt; then all are forgotten."""
 NAMES_MAX = 200
@@ -284,7 +286,13 @@ def _words(text: str, words_max: int) -> list[str]:
     """Lower-case words, numbers and signs; of a long text its first and last."""
     if len(text) > TEXT_FIRST + TEXT_LAST:
         text = text[:TEXT_FIRST] + " " + text[-TEXT_LAST:]
-    words = (_ASCII_WORD if text.isascii() else _WORD).findall(text.lower())
-    if len(words) > words_max:
-        words = words[: words_max * 3 // 4] + words[-(words_max // 4) :]
-    return words
+    find, text = (_ASCII_WORD if text.isascii() else _WORD).findall, text.lower()
+    last = words_max // 4
+    first = words_max - last
+    if len(text) > 2 * WORD_CHARACTERS * words_max:  # the words between the ends need not be found
+        begin, place = find(text[: WORD_CHARACTERS * first]), text.find(" ", -WORD_CHARACTERS * last)
+        end = find(text[place:]) if place >= 0 else []
+        if len(begin) > first and len(end) >= last:  # the last word found of the beginning may be cut
+            return begin[:first] + end[-last:]
+    words = find(text)
+    return words if len(words) <= words_max else words[:first] + words[-last:]

@@ -7,6 +7,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from predictor.online import READINGS_MAX, OnlineLearner
@@ -14,7 +16,7 @@ from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS
 from predictor.ridge import WEIGHTS
-from predictor.text_features import TextFeatures
+from predictor.text_features import _ASCII_WORD, _WORD, TEXT_FIRST, TEXT_LAST, TextFeatures, _words
 from predictor.text_learner import TextLearner
 
 WORDS = [f"word{number}" for number in range(60)]
@@ -399,6 +401,19 @@ def test_a_text_is_read_alike_with_and_without_letters_beyond_ascii():
         set(zip(some.indices.tolist(), some.values.round(2).tolist(), strict=True)) for some in (with_ascii, without)
     ]
     assert len(words[0] & words[1]) > 0.8 * len(words[0])
+
+
+@given(
+    st.lists(
+        st.sampled_from(["one two three ", "x" * 40, "12 345,", "\u4f60\u597d", "\u0130\u00fc ", "\n", "!? ", "a1b2"]),
+        max_size=600,
+    )
+)
+def test_the_ends_of_a_long_text_are_the_same_words_as_if_all_of_it_were_read(pieces):
+    text = "".join(pieces).lower()
+    ends = text[:TEXT_FIRST] + " " + text[-TEXT_LAST:] if len(text) > TEXT_FIRST + TEXT_LAST else text
+    words = (_ASCII_WORD if text.isascii() else _WORD).findall(ends)
+    assert _words(text, 64) == (words if len(words) <= 64 else words[:48] + words[-16:])
 
 
 def test_a_prompt_that_comes_again_is_read_once(monkeypatch):
