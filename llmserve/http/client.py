@@ -24,6 +24,7 @@ BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the con
 KEPT_S = 4.0  # an idle connection; uvicorn, and so vLLM, closes idle connections after 5 s
 DRAINED_S = 1.0  # the end of an answer that its reader does not need is waited for, to keep the connection
 STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon after a request
+COPIED_BYTES_MAX = 16 << 10  # a shorter body is copied behind its head: that costs less than a second part to write
 PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
 WHOLE_BYTES_MAX = 256 << 20  # of an answer that is read as a whole
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
@@ -42,9 +43,11 @@ class WholeAnswer:
 class Response:
     """A request and its answer, whose body arrives while it is read. One reader at a time.
 
-    data      the whole request
+    data      the whole request, in parts
     idle_s    longest silence
     on_change called when something has arrived, and when the answer has ended or failed; never after `close`
+    on_part   gets a part of the body that arrives while nothing waits and the answer goes on, and says whether the part
+              was taken: then on_change is not called. None: nobody asks for parts
     headers   those that the client keeps, by lower-case name; the values of a repeated header are joined by commas
     chunks    of the body, which wait to be taken
     left      bytes that have come since they were last taken, if not all were taken at once
@@ -54,12 +57,15 @@ class Response:
 
     __slots__ = (
         *("chunks", "complete", "connection", "data", "draining", "error", "headers", "idle_s", "left", "on_change"),
-        *("status", "_client", "_closed", "_connecting", "_parts", "_read"),
+        *("on_part", "status", "_client", "_closed", "_connecting", "_parts", "_read"),
     )
 
-    def __init__(self, client: HttpClient, data: bytes, on_change: Callable[[], None] | None, idle_s: float) -> None:
+    def __init__(
+        self, client: HttpClient, data: tuple[bytes, ...], on_change: Callable[[], None] | None, idle_s: float
+    ) -> None:
         self.data, self.idle_s = data, idle_s
         self.on_change = on_change
+        self.on_part: Callable[[bytes], bool] | None = None
         self.connection: _Connection | None = None
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
@@ -131,7 +137,7 @@ class Response:
 
     def close(self) -> None:
         """Abort the request unless its answer is complete."""
-        self._closed, self.on_change = True, None
+        self._closed, self.on_change, self.on_part = True, None, None
         if self._connecting is not None:
             self._connecting.cancel()
         if not self.complete and self.connection is not None:
@@ -139,7 +145,7 @@ class Response:
 
     def drain(self) -> None:
         """Throw away the rest of an answer whose reader has all that counts; its connection is kept if it ends soon."""
-        self._closed, self.on_change, self.draining = True, None, True
+        self._closed, self.on_change, self.on_part, self.draining = True, None, None, True
         self.chunks.clear()
         if not self.complete and self.connection is not None:
             self.connection.drain(self)
@@ -246,7 +252,10 @@ class _Connection(asyncio.Protocol):
         self._ends_s = self._since_s + self._client.answer_s
         self._idle_s = response.idle_s
         self._arm(min(self._since_s + self._idle_s, self._ends_s))
-        self._transport.write(response.data)
+        if len(response.data) == 1:
+            self._transport.write(response.data[0])
+        else:
+            self._transport.writelines(response.data)
 
     def drop(self, response: Response, error: HttpError) -> None:
         """Close the connection if it still carries this answer."""
@@ -330,6 +339,12 @@ class _Connection(asyncio.Protocol):
             self._idle_bytes = 0
             if self._good and not parts[-1].startswith(b":"):
                 self._client.heard_s = self._since_s
+            if response.on_part is not None and not response.chunks and not response.complete and failure is None:
+                part = parts[0] if len(parts) == 1 else b"".join(parts)
+                parts.clear()
+                if response.on_part(part):
+                    return
+                parts.append(part)
             if not response.draining:
                 response.chunks += parts
             parts.clear()
@@ -501,7 +516,9 @@ class HttpClient:
         idle_s : longest silence; None: the client's
         """
         framing = b"\r\n" if body is None else b"content-length: %d\r\n\r\n" % len(body)
-        data = b"".join((opening, framing, body or b""))
+        data: tuple[bytes, ...] = (opening + framing,) if body is None else (opening + framing, body)
+        if body is not None and len(body) < COPIED_BYTES_MAX:
+            data = (b"".join((opening, framing, body)),)
         response = Response(self, data, on_change, self.idle_s if idle_s is None else idle_s)
         connection = None if fresh else self._kept()
         if connection is not None:

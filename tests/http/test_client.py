@@ -20,7 +20,7 @@ from llmserve.engines.engine import EngineError
 from llmserve.engines.openai import OpenAIEngine
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.http import client as http_client
-from llmserve.http.client import BUFFER_BYTES_MAX, HttpClient
+from llmserve.http.client import BUFFER_BYTES_MAX, COPIED_BYTES_MAX, HttpClient
 from llmserve.http.connecting import HttpError, printable
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineLost, RequestEnded
@@ -51,6 +51,39 @@ async def test_a_connection_is_used_again() -> None:
         assert [await post(client) for _ in range(5)] == [(200, b"one")] * 5
         assert engine.connections == 1
         assert engine.requests == [b"body"] * 5
+
+
+@pytest.mark.parametrize("length", [0, COPIED_BYTES_MAX - 1, COPIED_BYTES_MAX, 1 << 20])
+async def test_a_body_of_any_length_is_sent_behind_its_head(length: int) -> None:
+    body = os.urandom(length)
+    async with LyingEngine(http(b"one")) as engine, client_of(engine.url) as client:
+        answers = [await client.answer("POST", "/x", {"a": "b"}, body) for _ in range(2)]
+        assert [answer.body for answer in answers] == [b"one"] * 2
+        assert engine.requests == [body] * 2
+
+
+async def test_parts_go_to_whoever_asks_for_them_and_wait_if_not_taken() -> None:
+    more = [asyncio.Event(), asyncio.Event()]
+    parts: list[bytes] = []
+
+    def take(part: bytes) -> bool:
+        parts.append(part)
+        more[1].set()
+        return part != b"rare"
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(chunked(end=False))
+        for event, part in zip(more, (b"usual", b"rare"), strict=True):
+            await event.wait()
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        writer.write(b"0\r\n\r\n")
+
+    async with LyingEngine(answer) as engine, client_of(engine.url) as client:
+        response = await client.request(client.opening("POST", "/x", {}), b"body")
+        response.on_part = take
+        more[0].set()
+        assert await response.read(1 << 20) == b"rare"  # taken parts are gone
+        assert parts[0] == b"usual"
 
 
 @pytest.mark.parametrize(
