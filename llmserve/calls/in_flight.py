@@ -232,7 +232,7 @@ class Delivery:
 class Measured:
     """What is measured of an answer.
 
-    usage       counts the tokens of a stream
+    usage       counts the tokens of a stream.  tokens_an_event : which these likely are, until the engine has counted
     counts      the engine's counts of the whole answer
     cut         whether the answer ran into a limit
     first_at_s  when the first event of a stream was forwarded
@@ -240,10 +240,11 @@ class Measured:
     names       ids that the next request of the program may bring: of the answer, and of the tool calls there
     """
 
-    __slots__ = ("counts", "cut", "first_at_s", "last_at_s", "names", "usage")
+    __slots__ = ("counts", "cut", "first_at_s", "last_at_s", "names", "tokens_an_event", "usage")
 
     def __init__(self) -> None:
         self.usage: StreamReader | None = None
+        self.tokens_an_event = 1.0
         self.counts: Usage | None = None
         self.cut = False
         self.names: tuple[str, ...] = ()
@@ -253,7 +254,10 @@ class Measured:
     @property
     def streamed_tokens(self) -> int:
         """Tokens of the stream so far, of all its choices."""
-        return self.usage.output_tokens if self.usage is not None else 0
+        usage = self.usage
+        if usage is None:
+            return 0
+        return usage.output_tokens if usage.counted else round(usage.events * self.tokens_an_event)
 
     def seconds_between_tokens(self, choices: int) -> float | None:
         """Mean time between two tokens of a complete stream; None: there are not two."""

@@ -176,6 +176,13 @@ class Answer(Protocol):
         """All of the body that has arrived and was not taken; b"" for nothing."""
         ...
 
+    def pass_to(self, on_part: Callable[[bytes], bool]) -> None:
+        """Offer each further part of the body to `on_part` as it arrives, while nothing waits to be taken.
+
+        on_part : says whether it has taken the part. If not, the part waits as if nobody had been asked.
+        """
+        ...
+
     def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
         """What follows from an error status, or from an error within an answer; see error_objects.judge."""
         ...

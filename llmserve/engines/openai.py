@@ -129,6 +129,9 @@ class HttpAnswer:
         except HttpError as error:
             raise self._broken(error) from error
 
+    def pass_to(self, on_part: Callable[[bytes], bool]) -> None:
+        self._response.on_part = on_part
+
     def judge(self, error: ErrorObject | None, *, names_model: bool) -> Verdict:
         return error_objects.judge(self.status, error, names_model=names_model)
 

@@ -129,6 +129,20 @@ class Forwarding:
 
     # ---- as the answer arrives ----
 
+    def _pass(self, part: bytes) -> bool:
+        """Forward plain events of a stream that has begun: the path of nearly all events. False: `_advance` must."""
+        reader = self._measured.usage
+        if self._ended or self._waiting is not None or reader is None or not reader.passes(part):
+            return False
+        try:
+            self._delivery.feed(part)
+        except Exception as error:
+            self._end(self._broken(error))
+            return True
+        if self._delivery.behind:
+            self._wait()
+        return True
+
     def _advance(self) -> None:
         """Forward what has arrived."""
         if self._ended or self._waiting is not None:
@@ -283,9 +297,10 @@ class Forwarding:
                         measured.first_at_s = now_s = self._owner.now_s()
                         self._begin(None)
                         self._owner.fleet.began(self.handle, self.in_flight, now_s)
+                        answer.pass_to(self._pass)
                     delivery.feed(forwarded)
                     if delivery.behind and usage.failed is None and not usage.over:
-                        self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
+                        self._wait()
                         return None
                 if usage.failed is not None:
                     return self._stream_failed(usage)
@@ -308,6 +323,8 @@ class Forwarding:
         if rest := usage.flush():
             delivery.feed(rest)
         measured.last_at_s = self._owner.now_s()
+        if usage.counted:
+            self.handle.note_stream(usage.events, usage.output_tokens)
         counts = Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
         measured.counts, measured.cut = counts, usage.cut
         delivery.close()
@@ -342,7 +359,12 @@ class Forwarding:
         call, receipt = in_flight.call, in_flight.receipt
         field = msgspec.json.encode(receipt.fields) if call.terms.receipt and receipt is not None else b""
         self._measured.usage = self._form.stream(call, field)
+        self._measured.tokens_an_event = self.handle.tokens_an_event
         return self._measured.usage
+
+    def _wait(self) -> None:
+        """Read no further until the client has read more."""
+        self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
 
     async def _until_writable(self) -> None:
         await self._delivery.writable()

@@ -11,6 +11,8 @@ from llmserve.live.engine_state import EngineEvent, EngineState, Notice, after, 
 from llmserve.live.known_models import Listed
 from llmserve.live.watchdog import Watchdog
 
+STREAMS_KEPT = 0.9  # weight of the streams before the last one
+
 
 class EngineHandle:
     """One engine, as the fleet sees the engine.
@@ -23,6 +25,7 @@ class EngineHandle:
                     to have; else 0
     running    calls on the engine, by request id
     empty      set while no call runs
+    tokens_an_event  of its streams, at least 1: vLLM's `--stream-interval N` puts N into an event
     trouble    message of the last failed probe; "": the last one did not fail
     hangs      whether the engine took that probe's connection, and has sent nothing
     watchdog   finds the calls that the engine has lost
@@ -38,6 +41,8 @@ class EngineHandle:
         self.endpoints = Endpoints()
         self.probed = Health(())
         self.models_at_once = 0
+        self.tokens_an_event = 1.0
+        self._events = self._tokens = 0.0  # of its streams that have ended; the older ones count less
         self.probes_failed = 0
         self.trouble, self.hangs = "", False
         self.watchdog = Watchdog()
@@ -102,6 +107,11 @@ class EngineHandle:
             self.models_at_once = max(before, 1, len(told.loaded or ()))
         self.probed, self.probes_failed = probed, 0
         self.trouble, self.hangs = "", False
+
+    def note_stream(self, events: int, tokens: int) -> None:
+        """Learn from the engine's count of a stream that has ended. events : with content"""
+        self._events, self._tokens = STREAMS_KEPT * self._events + events, STREAMS_KEPT * self._tokens + tokens
+        self.tokens_an_event = max(1.0, self._tokens / max(1.0, self._events))
 
     def add(self, in_flight: InFlightCall) -> None:
         self.running[in_flight.request.id] = in_flight

@@ -46,6 +46,7 @@ class StreamReader(Protocol):
     cut: bool
     response_id: str
     stalled: bool
+    events: int
     over: bool
     failed: ErrorObject | None
     failed_data: bytes
@@ -59,10 +60,15 @@ class StreamReader(Protocol):
     def output_tokens(self) -> int: ...
 
     @property
+    def counted(self) -> bool: ...
+
+    @property
     def prompt_tokens(self) -> int | None: ...
 
     @property
     def cached_tokens(self) -> int | None: ...
+
+    def passes(self, chunk: bytes) -> bool: ...
 
     def feed(self, chunk: bytes) -> bytes: ...
 

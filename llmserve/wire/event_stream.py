@@ -176,6 +176,7 @@ class Passing:
     failed    what the event of an error says; that event passes only after content.  failed_data : its data
     failed_event  the event itself, behind what was held back before it
     called    calls of tools in the answer
+    events    with content, so far
     over      the marker of the end has passed: what follows is nobody's answer
     """
 
@@ -185,6 +186,7 @@ class Passing:
         self.in_parts = self.began = self.stalled = self.over = False
         self.failed: ErrorObject | None = None
         self.failed_data = self.failed_event = b""
+        self.events = 0
         self._partial = self._held = b""
         self._only_comments = True  # in what is held back
 
@@ -194,6 +196,12 @@ class Passing:
             return b""
         comments, self._held = self._held, b""
         return comments
+
+    def passes(self, chunk: bytes) -> bool:
+        """Whether bytes from the engine are plain events, which pass as they are. Else nothing is noted of them: `feed`
+        must read them.
+        """
+        return self.began and not self._partial and chunk.endswith(EVENT_ENDS) and self._plain(chunk)
 
     def feed(self, chunk: bytes) -> bytes:
         """Add bytes from the engine. Returns the bytes that may go to the client now."""
@@ -264,6 +272,14 @@ class Passing:
 
     def _pass(self, data: bytes) -> bytes:
         """Read events, and return what may pass of them."""
+        return data if self._plain(data) else self._pass_each(data)
+
+    def _plain(self, data: bytes) -> bool:
+        """Whether whole events are content and nothing else. Then they are counted, and there is no more to read."""
+        return False
+
+    def _pass_each(self, data: bytes) -> bytes:
+        """Read events one by one, and return what may pass of them."""
         raise NotImplementedError
 
 
@@ -320,7 +336,7 @@ class UsageFilter(Passing):
              single answer is delayed, too, so that the receipt has the cached tokens of the usage behind it
 
     All other bytes pass unchanged.
-    `output_tokens` is the engine's count, or else the number of events with choices; `prompt_tokens` and
+    `output_tokens` is the engine's count (`counted`), or else the number of events with choices; `prompt_tokens` and
     `cached_tokens` are the engine's counts or None; `cut`: the answer ended at a token limit; `ended`: the answer has
     reached its end.
     """
@@ -334,7 +350,6 @@ class UsageFilter(Passing):
         self._choices = choices
         self._delays_last = (strip or bool(receipt)) and choices == 1
         self._delayed = b""
-        self._events = 0
         self._usage = Usage()
         self._finished: set[int] = set()  # choices whose finish_reason has passed
         self.cut = False
@@ -349,7 +364,11 @@ class UsageFilter(Passing):
     @property
     def output_tokens(self) -> int:
         count = self._usage.completion_tokens
-        return count if count is not None else self._events
+        return count if count is not None else self.events
+
+    @property
+    def counted(self) -> bool:
+        return self._usage.completion_tokens is not None
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -378,7 +397,7 @@ class UsageFilter(Passing):
             return Says.CONTENT
         return Says.BEGINS
 
-    def _pass(self, data: bytes) -> bytes:
+    def _plain(self, data: bytes) -> bool:
         # `find` takes half the time of `in`. An event without choices is an error, the end or a comment.
         events = data.count(b"data:")
         if (
@@ -389,8 +408,11 @@ class UsageFilter(Passing):
             and data.find(b"error") < 0
             and FINISHED.search(data) is None
         ):
-            self._events += events
-            return data
+            self.events += events
+            return True
+        return False
+
+    def _pass_each(self, data: bytes) -> bytes:
         self.stalled = True
         passed = []
         for event in events_of(data):
@@ -411,7 +433,7 @@ class UsageFilter(Passing):
         if event.find(b'"usage"') >= 0:
             is_usage = self._is_usage(event)
         self.stalled = False
-        self._events += not (is_usage or is_done)
+        self.events += not (is_usage or is_done)
         delayed = self.release()
         if is_usage and self._strip:
             return _closed(delayed, event) if delayed else b""
@@ -438,12 +460,20 @@ class UsageFilter(Passing):
 class ToolsFilter(UsageFilter):
     """As UsageFilter, and reads which tools the answer calls: for requests that offer tools."""
 
-    def _pass(self, data: bytes) -> bytes:
-        if data.find(b'"tool_calls"') >= 0 and data.find(b'"name"') >= 0:  # the name is in the first event of a call
+    def _plain(self, data: bytes) -> bool:
+        return not _names_tool(data) and super()._plain(data)
+
+    def _pass_each(self, data: bytes) -> bytes:
+        if _names_tool(data):
             for event in events_of(data):
-                if event.find(b'"tool_calls"') >= 0 and event.find(b'"name"') >= 0 and len(self.called) < CALLS_MAX:
+                if _names_tool(event) and len(self.called) < CALLS_MAX:
                     self.called += calls_of_chat(data_of(event))
-        return super()._pass(data)
+        return super()._pass_each(data)
+
+
+def _names_tool(data: bytes) -> bool:
+    """Whether a call of a tool may begin here: its first event has the name."""
+    return data.find(b'"tool_calls"') >= 0 and data.find(b'"name"') >= 0
 
 
 def _finished_by(event: bytes, choices: int) -> set[int]:

@@ -64,7 +64,6 @@ class EventReader(Passing):
         self.cached_tokens: int | None = None
         self.response_id = ""
         self._output_tokens: int | None = None
-        self._events = 0
 
     @property
     def ended(self) -> bool:
@@ -72,17 +71,25 @@ class EventReader(Passing):
 
     @property
     def output_tokens(self) -> int:
-        return self._events if self._output_tokens is None else self._output_tokens
+        return self.events if self._output_tokens is None else self._output_tokens
+
+    @property
+    def counted(self) -> bool:
+        return self._output_tokens is not None
 
     def _says(self, event: bytes) -> Says:
         says = super()._says(event)
         return Says.BEGINS if says is Says.CONTENT and self.opens.search(event) is not None else says
 
-    def _pass(self, data: bytes) -> bytes:
+    def _plain(self, data: bytes) -> bool:
         tokens = data.count(self.token) if self.token else 0
-        self._events += tokens
         if tokens and self.marks.search(data) is None and data.find(b'"error"') < 0:
-            return data
+            self.events += tokens
+            return True
+        return False
+
+    def _pass_each(self, data: bytes) -> bytes:
+        self.events += data.count(self.token) if self.token else 0
         self.stalled = True
         place = 0
         for event in events_of(data):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmserve.wire.event_stream import HELD_BYTES_MAX, Usage, UsageFilter, data_of, usage_of
+from llmserve.wire.event_stream import HELD_BYTES_MAX, ToolsFilter, Usage, UsageFilter, data_of, usage_of
 
 FIRST = b'data: {"choices":[{"delta":{"content":"a \\"usage\\" \\n\\n b"}}]}\n\n'
 SECOND = b'data: {"choices":[{"delta":{}}],"usage":null}\n\n'
@@ -30,6 +30,28 @@ def test_only_the_usage_event_is_removed_however_the_stream_is_cut(cuts: list[in
 @given(st.lists(st.integers(0, 10_000), max_size=40))
 def test_a_client_that_asked_for_usage_gets_every_byte(cuts: list[int]) -> None:
     assert feed(STREAM, cuts, strip=False) == (STREAM, 7)
+
+
+TOOL = b'data: {"choices":[{"delta":{"tool_calls":[{"id":"a","function":{"name":"f"}}]}}]}\n\n'
+FAULT = b'data: {"error":{"message":"x","code":500}}\n\n'
+
+
+@given(
+    st.lists(st.sampled_from([FIRST, SECOND, TOOL, USAGE, FAULT, DONE, b": ping\n\n", FIRST[:9]]), max_size=12),
+    st.sampled_from([UsageFilter, ToolsFilter]),
+    st.booleans(),
+)
+def test_what_passes_unread_is_what_feeding_would_have_given(
+    chunks: list[bytes], kind: type[UsageFilter], strip: bool
+) -> None:
+    fed, other = kind(strip=strip), kind(strip=strip)
+    for chunk in chunks:
+        if fed.over or fed.failed is not None:
+            break
+        passes = other.passes(chunk)
+        told = fed.feed(chunk)
+        assert told == (chunk if passes else other.feed(chunk))
+        assert (fed.events, fed.called, fed.over, fed.failed) == (other.events, other.called, other.over, other.failed)
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=40))
