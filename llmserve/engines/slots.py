@@ -8,7 +8,10 @@ in the order of their arrival, so the time that a request takes there tells how 
     had      requests that ran at once when the request got its slot. had < asked: the request has waited, and the
              engine has `had` slots
 
-A stream got its slot `service` before its first token, so the answers that had ended by then do not count. Of a whole
+A stream got its slot `service` before its first token, so the answers that had ended by then do not count. But a late
+stream may have waited for something else: a long prompt, a stall. So the likelihoods of the two are compared. A wait
+for a slot is over shortly after an end, however few ends there are, and shows the same `had` each time. Streams that
+something else holds up begin at any time, beside any number, and together. Of a whole
 answer only the end is seen, and its tokens. Each number of slots says when each request got its slot; under the right
 number the answers have about the same pace (whole_answers.py).
 
@@ -55,7 +58,11 @@ ANSWERS_SHARE = 1 / 16  # the same, as a share of the number
 LOADED = 0.8  # of the slots: the least in flight for a whole answer to count in a try
 TRY_ANSWERS = 8  # whole answers after which a try is over, or as many as slots
 PAUSE_FIRST, PAUSE_ONE, PAUSE_MOST = 16, 64, 512  # answers between two tries: at first; of one slot at first; at most
-WITNESSES_MAX = 8  # requests that have waited, before the number follows
+WITNESSES_MAX, WITNESSES_KEPT = 8, 32  # requests that have waited, before the number follows; the last that count
+WAITED_ODDS = 3.0  # logarithm of the odds that these have waited for slots, and not for something else
+FIT_SPREAD = 1.0  # of the logarithm of the time from a slot to the first token
+FIT_LEAST = 0.1  # share of streams that have waited for a slot, and whose first token fits no end
+LATE_SHARE, LATE_MEMORY = 1 / 3, 64  # share of streams that are late although they have room: the least; its memory
 TOLD_AHEAD, TOLD_AHEAD_SLOTS = 2, 20  # where an engine counts them, two that wait show at any time that it is full
 EACH_MEMORY, EACH_ONE = 20, 1.02  # requests of which the mean of sequences is taken; up to which mean all have one
 WAY_SPARED = 0.02  # of an answer's time: a way to the engine that costs less needs no look-ahead
@@ -72,17 +79,22 @@ class _Sent:
 
 
 class _Typical:
-    """A running median, which an observation moves by a tenth at most. None before the first."""
+    """A running median, which an observation moves by a tenth at most. None before the first.
 
-    __slots__ = ("value",)
+    doubted : the next observation replaces the value
+    """
+
+    __slots__ = ("doubted", "value")
 
     def __init__(self) -> None:
         self.value: float | None = None
+        self.doubted = False
 
     def observe(self, value: float) -> None:
         old = self.value
         if value > 0.0:
-            self.value = value if old is None else min(max(value, old / 1.1), old * 1.1)
+            self.value = value if old is None or self.doubted else min(max(value, old / 1.1), old * 1.1)
+            self.doubted = False
 
 
 class _Least:
@@ -100,7 +112,9 @@ class _Least:
 class _Level:
     """What was seen since the number has changed, or since a try has begun.
 
-    waited    `had` of requests that have waited.  unproven : streams that began in time, but beside too few others
+    waited    for each request that may have waited for a slot: `had`, the logarithm of the odds that it did, and that
+              of the number of `had` that another cause of the wait could have shown as well
+    unproven  streams that were asked for all slots, but began beside too few others
     peak      most that were seen at once.  most : most `had` of the tests
     tests     streams that were asked for more than was proven; asked, had : their sums
     answers   whole answers to requests that were sent since
@@ -110,7 +124,7 @@ class _Level:
 
     def __init__(self, since_s: float, due: int) -> None:
         self.since_s = since_s
-        self.waited: list[float] = []
+        self.waited: list[tuple[float, float, float]] = []
         self.unproven = self.peak = self.most = 0
         self.tests, self.asked, self.had = 0, 0.0, 0.0
         self.answers = WholeAnswers(due)
@@ -162,6 +176,7 @@ class SlotsLearner:
     def _search(self) -> None:
         """Take the number as a guess."""
         self._proven = self._number if self.found else 1
+        self._late, self._late_s = LATE_SHARE, -math.inf  # share of streams that had room; begin of the last late one
         self._pause = self._hold = PAUSE_FIRST
         self._begin()
 
@@ -222,19 +237,38 @@ class SlotsLearner:
             return
         took_s, asked = now_s - sent.at_s, sent.asked
         service_s, since = self._first_s.value or took_s, max(0, sent.ended - self._ends_forgotten)
-        ended, had = len(self._ends) - since, asked
+        ended, had, odds = len(self._ends) - since, asked, 0.0  # odds : that the request has waited for a slot
         if took_s > LATE * service_s and ended and self._in_order:
             before = bisect_right(self._ends, now_s - LATE * service_s, since) - since
             had = max(1, asked - min(before + sent.sequences, ended))  # more ends: those that gave the slots
+            odds = self._fit(since, now_s, service_s, ended / took_s)
+            if now_s - self._late_s > LATE * service_s:  # else what held the last one up may have held up this one too
+                odds -= math.log(max(LATE_SHARE, self._late))
+                self._late += (1.0 - self._late) / LATE_MEMORY if asked <= self._proven else 0.0
+            self._late_s = now_s
             if ended == 1:
                 self._freed_s.observe(now_s - self._ends[-1])
         if had == asked:
             self._sent_s.observe(took_s)
+            self._late -= self._late / LATE_MEMORY
         if self._first_s.value is None or (asked <= self._proven and (asked == 1 or sent.at_s >= self._level.since_s)):
             self._first_s.observe(took_s)
         if not self._known or self._look_ahead is None:
             others_first = self._in_order and self._streams < ALL_STREAMS
-            self._stream(asked, had, max(1, asked - ended) if others_first else self._advancing)
+            self._stream(asked, had, max(1, asked - ended) if others_first else self._advancing, odds)
+
+    def _fit(self, since: int, now_s: float, service_s: float, ends_per_s: float) -> float:
+        """Logarithm of the odds that an end has given a late stream its slot, against ends that come at any time.
+
+        since : the first end that came after the request.  ends_per_s : meanwhile
+        """
+        near = bisect_right(self._ends, now_s - service_s, since)
+        fit = 0.0
+        for end_s in self._ends[max(since, near - 1) : near + 1]:
+            if (gap_s := now_s - end_s) > 0.0:
+                off = math.log(gap_s / service_s) / FIT_SPREAD
+                fit = max(fit, math.exp(-0.5 * off * off) / (math.sqrt(math.tau) * FIT_SPREAD * gap_s))
+        return math.log((1.0 - FIT_LEAST) * fit / ends_per_s + FIT_LEAST)
 
     def ended(self, request_id: int, now_s: float, tokens: float) -> None:
         """A request has left the engine. tokens : of the whole answer; 0: unknown, or none"""
@@ -310,6 +344,7 @@ class SlotsLearner:
         self._loading.clear()
         self._in_flight, self._loaded_s = 0, -math.inf
         self._advancing, self._told, self._pace = 0, None, None
+        self._first_s.doubted = True
         self.found = self._known = self._fixed
         if not self._fixed:
             self._number = max(SLOTS_FIRST, math.isqrt(self._number))  # half of the steps, if the slots are the same
@@ -317,8 +352,8 @@ class SlotsLearner:
 
     # ---- what follows ----
 
-    def _stream(self, asked: int, had: int, seen: int) -> None:
-        """A stream has begun. seen : that many ran at once for certain, itself included"""
+    def _stream(self, asked: int, had: int, seen: int, odds: float) -> None:
+        """A stream has begun. seen : that many ran at once for certain, itself included.  odds : see _waited"""
         slots, level = self._number, self._level
         level.peak = max(level.peak, seen)
         if self._known:
@@ -331,17 +366,17 @@ class SlotsLearner:
         elif self._counted or not self._in_order:
             return
         elif not self.found:
-            if asked > self._proven and had < asked:
-                self._waited(had, slots - self._proven)
+            if self._proven <= had < asked:  # with less, something else has held it up: more were seen at once
+                self._waited(had, slots - self._proven, odds, asked - self._proven)
             elif asked >= slots:
                 level.unproven += 1
                 if level.unproven > 4 + slots // 8:
-                    self._waited(level.peak, 0)
+                    self._waited(level.peak, 0, WAITED_ODDS, 1)
         elif self._tried > 0 and asked > slots + self._ahead:
             self._try_streams(asked, had)
         else:
             if had < asked and had < slots - max(0.25, TRY_STEP * slots):
-                self._waited(had, slots)
+                self._waited(had, slots, odds, slots)
             elif level.waited:
                 level.waited.pop()
             self._next_try(asked)
@@ -428,12 +463,21 @@ class SlotsLearner:
         self._proven, self._number = proven, min(SLOTS_MAX, FIRST_GROWTH * proven)
         self._begin()
 
-    def _waited(self, had: float, doubt: int) -> None:
-        """A request has waited while `had` ran. doubt : between the numbers that may be right"""
+    def _waited(self, had: float, doubt: int, odds: float, choices: int) -> None:
+        """A request has waited while `had` ran, if the wait was for a slot.
+
+        doubt    between the numbers that may be right
+        odds     logarithm of the odds that the wait was for a slot
+        choices  numbers that `had` could be if it was not
+        """
         witnesses = self._level.waited
-        witnesses.append(had)
-        if len(witnesses) >= max(2 if self.found else 1, min(WITNESSES_MAX, doubt // 4)):
-            middle = sorted(witnesses)[len(witnesses) // 2]
+        witnesses.append((had, odds, math.log(choices)))
+        del witnesses[:-WITNESSES_KEPT]
+        if len(witnesses) < max(2 if self.found else 1, min(WITNESSES_MAX, doubt // 4)):
+            return
+        middle = sorted(witnesses)[len(witnesses) // 2][0]
+        agree = [(odds, log) for had, odds, log in witnesses if abs(had - middle) <= TRY_STEP * middle]
+        if sum(odds + log for odds, log in agree) - agree[0][1] >= WAITED_ODDS:  # the first has nothing to agree with
             self._set(middle if self.found else max(self._proven, middle))
             self.found = True
 

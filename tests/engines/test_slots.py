@@ -22,6 +22,7 @@ class Engine:
     way_s : from the learner to the engine.  choices : of the next request
 
     load_s : the next request is of a model that takes so long to load, during which all stands still
+    prompt_s : the next request has a prompt that takes so long to read, during which no other stream begins
     """
 
     def __init__(
@@ -37,13 +38,14 @@ class Engine:
         choices: Callable[[], int] = lambda: 1,
     ) -> None:
         self.slots, self.learner = slots, learner
-        self.now_s = self.load_s = 0.0
+        self.now_s = self.load_s = self.prompt_s = self._read_s = 0.0
         self._step_s, self._first_s, self._streams, self._tokens = step_s, first_s, streams, tokens
         self._way_s, self._choices = way_s, choices
         self._waiting: deque[tuple[int, int]] = deque()  # (request, choices)
         self._running: dict[int, int] = {}  # choices
         self._events: list[tuple[float, int, Callable[[int], bool]]] = []
         self._sent: dict[int, int] = {}  # choices
+        self._prompts_s: dict[int, float] = {}
         self._last_id = 0
 
     @property
@@ -56,7 +58,8 @@ class Engine:
         self.learner.sent(self._last_id, self.now_s, self._sent[self._last_id], loads=self.load_s > 0)
         self._events = [(at_s + self.load_s, *event) for at_s, *event in self._events]
         self._later(self._way_s + self.load_s, self._last_id, self._arrive)
-        self.load_s = 0.0
+        self._prompts_s[self._last_id] = self.prompt_s
+        self.load_s = self.prompt_s = 0.0
 
     def fill(self) -> None:
         while self.in_flight < self.learner.slots + self.learner.look_ahead:
@@ -74,6 +77,12 @@ class Engine:
             count -= self.step()
             self.fill()
 
+    def until(self, at_s: float) -> None:
+        """Let happen what comes before."""
+        while self._events and self._events[0][0] < at_s:
+            self.step()
+        self.now_s = at_s
+
     def _later(self, seconds: float, request_id: int, happen: Callable[[int], bool]) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, request_id, happen))
 
@@ -86,7 +95,8 @@ class Engine:
         while self._waiting and sum(self._running.values()) + self._waiting[0][1] <= self.slots:
             request_id, choices = self._waiting.popleft()
             self._running[request_id] = choices
-            self._later(self._first_s, request_id, self._begin)
+            self._read_s = max(self.now_s, self._read_s) + self._prompts_s.pop(request_id, 0.0)
+            self._later(self._read_s - self.now_s + self._first_s, request_id, self._begin)
 
     def _begin(self, request_id: int) -> bool:
         if self._streams:
@@ -157,6 +167,21 @@ def test_few_requests_in_flight_prove_no_limit() -> None:
             engine.send()
         engine.step()
     assert not engine.learner.found
+
+
+@pytest.mark.parametrize("slots", [8, 16])
+def test_streams_that_a_long_prompt_holds_up_are_no_sign_of_few_slots(slots: int) -> None:
+    """Answers of 0.4 s, six a second: 2.4 slots are in use."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        engine = Engine(slots, SlotsLearner(), first_s=0.04, tokens=lambda rng=rng: round(rng.uniform(10, 30)))  # type: ignore[misc]
+        for number in range(300):
+            engine.until(engine.now_s + rng.expovariate(6.0))
+            while engine.in_flight >= engine.learner.slots + engine.learner.look_ahead:
+                engine.step()
+            engine.prompt_s = 1.0 if number % 50 == 9 else 0.0
+            engine.send()
+            assert not engine.learner.found or engine.learner.slots > 5
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 4), (1, 8), (4, 8)])
