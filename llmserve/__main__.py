@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llmserve import __version__
+from llmserve.commands.help_text import HelpFormatter
 from llmserve.errors import ConfigError, LLMServeError
 from llmserve.spelling import nearest
 
@@ -22,31 +23,35 @@ BROKEN_PIPE = 141  # exit status, as in shells
 COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
     "serve": "run the front-end, with its own engine or other engines",
     "simulate": "run the same scheduler under a virtual clock",
-    "tune": "replay a server's journal under other orders, and name the best",
+    "tune": "replay a server's journal under other orders; name the best",
     "solve": "compute when a bin should wait, and when to release a batch",
     "plan": "choose which models share which GPUs, for the largest bursts",
     "profile": "measure the duration and energy of an engine's batches",
     "train": "train a predictor of answer lengths",
     "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
-    "doctor": "say what is wrong or slow in a running server or a configuration",
+    "chat": "talk to a model of a running server, in the terminal",
+    "doctor": "say what is wrong or slow in a server or its settings",
     "queue": "show who waits in a running server, and for how long",
     "batch": "run a file of requests, or show a server's batches",
     "up": "start engines, groups and gateways on a Ray cluster",
     "status": "show a cluster's gateways, groups and engines",
     "down": "stop a cluster",
+    "completion": "print what a shell needs to complete commands and flags",
 }
 USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
-    "queue": "URL --admin-key-file FILE [--json]",
-    "batch": "run INPUT OUTPUT --engine URL | list | show ID | cancel ID --url URL",
-    "doctor": "--url URL | --config FILE [options]",
+    "queue": "[--url URL] --key-file FILE [--json]",
+    "chat": "[QUESTION] [--url URL] [--key-file FILE] [--model NAME]",
+    "completion": "bash | zsh | fish",
+    "batch": "run INPUT OUTPUT --engine URL | list | show ID | cancel ID [--url URL]",
+    "doctor": "[--url URL | --config FILE] [options]",
     "up": "CLUSTER.toml [options]",
     "status": "[NAME] [--address HOST:PORT] [--json]",
     "down": "[NAME] [--address HOST:PORT]",
     "evaluate": "[PREDICTOR | --online] [options]",
 }  # else: [options]
-CLIENTS = ("queue", "status", "down")  # they ask another process, and compute nothing
+CLIENTS = ("queue", "chat", "completion", "status", "down")  # they ask another process, and compute nothing
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -55,7 +60,7 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
         prog="llmserve",
         description="An OpenAI-compatible front-end that batches prompts by predicted answer length.",
     )
-    top.add_argument("--version", action="version", version=f"llmserve {__version__}")
+    top.add_argument("-V", "--version", action="version", version=f"llmserve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_ in COMMANDS.items():
         if name != chosen:
@@ -66,15 +71,26 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
             name,
             help=help_,
             description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             usage=f"llmserve {name} {USAGE.get(name, '[options]')}",
             allow_abbrev=False,
         )
         module.add_arguments(command)
         flags = [flag for action in command._actions for flag in action.option_strings]
         run = partial(module.main, read_answers=_read_answers) if name == "simulate" else module.main
-        command.set_defaults(main=run, flags=flags, program="llmserve")
+        command.set_defaults(main=run, flags=flags, program="llmserve", flags_by_command=flags_by_command)
     return top
+
+
+def flags_by_command() -> dict[str, list[str]]:
+    """The flags of each command, whose modules are all loaded."""
+    flags = {}
+    for name in COMMANDS:
+        command = argparse.ArgumentParser()
+        importlib.import_module(f"llmserve.commands.{name}").add_arguments(command)
+        shown = [action for action in command._actions if action.help is not argparse.SUPPRESS]
+        flags[name] = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+    return flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,6 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
     # Only flags without a value may precede the command.
     index = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    if words[index : index + 1] == ["help"]:  # llmserve help [COMMAND]
+        words = [*words[index + 1 : index + 2], "--help"]
+        index = 0
+    elif words[index : index + 1] == ["version"]:
+        words, index = ["--version"], 1
+    elif index < len(words) and words[index] not in COMMANDS:
+        print(f"llmserve: unknown command {words[index]}{nearest(words[index], COMMANDS)}", file=sys.stderr)
+        print(f"the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     args, unknown = parser(*words[index : index + 1]).parse_known_args(words)
     args.words = words[index + 1 :]
     if for_engine:
@@ -122,7 +147,7 @@ def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = N
     argv : None: the arguments of the command line.
     """
     script_parser = argparse.ArgumentParser(
-        prog=f"{program}.py", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"{program}.py", description=command.__doc__, formatter_class=HelpFormatter
     )
     command.add_arguments(script_parser)
     words = sys.argv[1:] if argv is None else list(argv)

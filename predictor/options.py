@@ -39,7 +39,8 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         "the output tokens of this file",
     )
     for option, name in COLUMN_OPTIONS.items():
-        add(option, default=getattr(columns, name), dest=f"column_{name}", metavar="NAME")
+        what = f"column of the {name.replace('_', ' ')}"
+        add(option, default=getattr(columns, name), dest=f"column_{name}", metavar="NAME", help=what)
     add("--answer-tokenizer", metavar="ID_OR_FILE", help="counts the tokens of answers that are known as text only")
 
 

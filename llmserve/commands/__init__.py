@@ -2,10 +2,13 @@
 
 asking        : asks a running server for commands that look at it from outside
 batch         : run a file of requests on an engine, without a server; or list, show and cancel batches
+chat          : talk to a model of a running server
+completion    : print what a shell needs to complete commands and flags
 bench         : measure the throughput gain of bins on a real engine
 doctor        : say in plain words what is wrong or slow in a running server, or in a configuration, with each remedy
 down          : stop a cluster
 evaluate      : evaluate a trained length predictor, or what a server learns from answers
+help_text     : the form of --help, alike in all commands
 plan          : choose which models share which GPUs (HERD)
 profile       : measure the duration and energy of an engine's batches by size, and write a profile
 queue         : show who waits in a running server

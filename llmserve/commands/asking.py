@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import errno
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import quote, urljoin, urlsplit
 
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.http.client import HttpClient, WholeAnswer
 from llmserve.http.connecting import HttpError
+from llmserve.tenants.key_file import read_keys
 
 ANSWER_S = 10.0
 REDIRECTS = (301, 302, 303, 307, 308)
 REDIRECTS_MAX = 10
 TOLD_BYTES_MAX = 1000  # of an answer's body in an error
+URL = "http://127.0.0.1:8000"
+NEEDS_KEY = {401: "refuses the key: give --key-file FILE"}
+
+
+def add_server(parser: argparse.ArgumentParser, *, what: str = "", own_flags: bool = True) -> None:
+    """Add the flags that name a server and a key, alike in all commands. what : for which actions, with a colon
+
+    own_flags : the command has no flags of `serve`, so that --admin-key-file may mean the same as --key-file
+    """
+    parser.add_argument("--url", metavar="URL", default=URL, help=f"{what}address of the server (default: {URL})")
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"{what}file whose first key is sent; the server's own file will do",
+    )
+    if own_flags:
+        parser.add_argument("--admin-key-file", type=Path, dest="key_file", help=argparse.SUPPRESS)  # as it was called
+
+
+def key_of(args: argparse.Namespace) -> str | None:
+    """The key that is sent; None: none. Raises ConfigError for a bad file."""
+    return next(iter(read_keys(args.key_file).values())) if args.key_file is not None else None
+
+
+class Place:
+    """A line of the terminal that says what is waited for, until something else is to be printed."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty() and text:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
 
 
 def ask(url: str, path: str, key: str | None, refusals: Mapping[int, str], method: str = "GET") -> bytes:

@@ -30,7 +30,6 @@ from llmserve.errors import ConfigError, NoAnswer
 from llmserve.jobs.run.local_file import read_input
 from llmserve.settings import load as configuration
 from llmserve.settings.tree import Config
-from llmserve.tenants.key_file import read_keys
 
 if TYPE_CHECKING:
     from llmserve.live.cluster import LiveCluster
@@ -46,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("run", "list", "show", "cancel"), help="what to do")
     parser.add_argument("names", nargs="*", metavar="NAME", help="run: INPUT OUTPUT; show and cancel: a batch's ID")
     parser.add_argument("--errors", type=Path, metavar="FILE", help="run: file of failed lines (OUTPUT.errors)")
-    parser.add_argument("--url", metavar="URL", help="list, show, cancel: address of the server")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="list, show, cancel: its first key is sent")
+    asking.add_server(parser, what="list, show, cancel: ", own_flags=False)
     serve.add_arguments(parser)
 
 
@@ -57,8 +55,6 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"batch {args.action} needs {' '.join(wanted) or 'no names'}, not {len(args.names)} names")
     if args.action == "run":
         return run(args, *map(Path, args.names))
-    if args.url is None:
-        raise ConfigError(f"batch {args.action} needs --url URL")
     if args.action == "list":
         return show_all(args)
     path = f"/v1/batches/{quote(args.names[0], safe='')}"
@@ -206,5 +202,4 @@ def show_all(args: argparse.Namespace) -> int:
 
 def ask(args: argparse.Namespace, path: str, method: str = "GET") -> bytes:
     """The body of the server's answer. Raises ConfigError for a bad URL or key, and NoAnswer."""
-    key = next(iter(read_keys(args.key_file).values())) if args.key_file is not None else None
-    return asking.ask(args.url, path, key, {401: "refuses the key: give --key-file FILE"}, method)
+    return asking.ask(args.url, path, asking.key_of(args), asking.NEEDS_KEY, method)

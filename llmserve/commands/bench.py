@@ -364,14 +364,16 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=400, help="requests of a run")
+    parser.add_argument("--batch-size", type=int, default=8, help="requests of a batch")
     parser.add_argument("--bins", type=int, nargs="+", default=[8], help="numbers of bins to compare with no bins")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each arrangement, in turn")
     parser.add_argument("--seed", type=int, default=2026, help="seed of the prompts")
-    parser.add_argument("--engine", help="URL of another engine that serves the demo model (default: the embedded one)")
+    parser.add_argument(
+        "--engine", metavar="URL", help="of another engine that serves the demo model (default: the embedded one)"
+    )
     parser.add_argument("--refill-slots", type=int, default=10, help="requests in flight on a refill engine")
-    parser.add_argument("--predictor", help="folder (default: the demo predictor)")
+    parser.add_argument("--predictor", metavar="FOLDER", help="of the predictor (default: the demo predictor)")
     parser.add_argument("--profile", metavar="FILE", help="profile of the engine, for joules (see `llmserve profile`)")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--figure", type=Path, help="write the results as PNG")

@@ -1,11 +1,11 @@
 """Say in plain words what is wrong or slow in a running server, or in a configuration, with each remedy.
 
-    llmserve doctor --url http://127.0.0.1:8000                   what has been since its start
+    llmserve doctor                                               what has been since the start of http://127.0.0.1:8000
     llmserve doctor --url http://127.0.0.1:8000 --for-s 60        what is now
     llmserve doctor --config llmserve.toml                        before a start: asks the engines by URL, too
 
 The exit status is 1 if something is wrong; what is slow, and notes, leave it at 0. A server with keys needs
---admin-key-file FILE, whose first key is sent.
+--key-file FILE, whose first key is sent: the server's --admin-key-file.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from llmserve.observe.scrape import Scrape
 from llmserve.settings import load as configuration
 from llmserve.tenants.key_file import read_keys
 
-NEEDS_KEY = "shows its metrics with a key only: give --admin-key-file FILE, or the address of its --metrics-port"
+NEEDS_KEY = "shows its metrics with a key only: give --key-file FILE, its --admin-key-file, or ask its --metrics-port"
 WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--url", help="address of a running server, e.g. http://127.0.0.1:8000")
-    what.add_argument(
+    asking.add_server(parser)
+    parser.add_argument(
         "--config", metavar="FILE", help="TOML file of `llmserve serve`; LLMSERVE_... variables count, too"
     )
-    parser.add_argument("--admin-key-file", type=Path, metavar="FILE", help="with --url: file whose first key is sent")
     parser.add_argument(
         "--for-s",
         type=float,
         default=0.0,
         metavar="S",
-        help="with --url: look at these seconds, not at all since the start",
+        help="of a server: look at these seconds, not at all since the start",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    found = of_configuration(args.config) if args.config else of_server(args.url, args.admin_key_file, args.for_s)
+    found = of_configuration(args.config) if args.config else of_server(args.url, args.key_file, args.for_s)
     found = sorted(found, key=lambda finding: LEVELS.index(finding.level))
     counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
     if args.json:

@@ -1,28 +1,26 @@
 """Show who waits in a running server: by model, share and bin, how many, how long, and when the next one starts. And
 which programs of agents are present: running, held over a tool call, or waiting.
 
-    llmserve queue http://127.0.0.1:8000 --admin-key-file FILE
+    llmserve queue --url http://127.0.0.1:8000 --key-file FILE
 
-The server needs the same --admin-key-file. A share is whoever --fair-by names: a key, a stream or an address.
+FILE is the --admin-key-file of the server. A share is whoever --fair-by names: a key, a stream or an address.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from llmserve.commands import asking
-from llmserve.errors import NoAnswer
+from llmserve.errors import ConfigError, NoAnswer
 from llmserve.estimates.waiting_rows import ProgramSeen, WaitingRow
-from llmserve.tenants.key_file import read_keys
 
 REFUSALS = {
-    401: "refuses the first key of --admin-key-file",
+    401: "refuses the first key of the file: give the server's --admin-key-file as --key-file",
     404: "has no /admin/queue: start it with --admin-key-file FILE",
 }
 
@@ -40,15 +38,16 @@ class Waiting(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="address of the server, e.g. http://127.0.0.1:8000")
-    parser.add_argument(
-        "--admin-key-file", type=Path, metavar="FILE", required=True, help="file whose first key is sent"
-    )
+    parser.add_argument("place", nargs="?", metavar="URL", help="the same as --url URL")
+    asking.add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the server's JSON object instead of the table")
 
 
 def main(args: argparse.Namespace) -> int:
-    body = asking.ask(args.url, "/admin/queue", next(iter(read_keys(args.admin_key_file).values())), REFUSALS)
+    args.url, key = args.place or args.url, asking.key_of(args)
+    if key is None:
+        raise ConfigError("queue needs --key-file FILE, the server's --admin-key-file")
+    body = asking.ask(args.url, "/admin/queue", key, REFUSALS)
     if args.json:
         print(body.decode())
         return 0

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_data_options(parser)
     add("--model", action="append", metavar="NAME", help="use only answers of this model; repeatable")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--base-model", metavar="ID_OR_FOLDER", help="encoder to fine-tune (bert-base-uncased)")
+    start.add_argument("--base-model", metavar="ID_OR_FOLDER", help="encoder to fine-tune (default: bert-base-uncased)")
     start.add_argument("--from-scratch", metavar="SIZE", choices=["tiny"], help="a new small BERT: tiny")
     start.add_argument(
         "--average",
@@ -103,23 +103,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, metavar="FOLDER", help="for the predictor, its metrics.json and figures")
     add("--resume", action="store_true", help="resume from the last checkpoint in the output folder")
     add("--loss", choices=["quantile", "l1"], help="several quantiles at once (the default), or Multi-Bin's L1")
-    add("--quantiles", type=odd, metavar="N", help="number of quantiles of the quantile loss, odd (15)")
+    add("--quantiles", type=odd, metavar="N", help="number of quantiles of the quantile loss, odd (default: 15)")
     add("--epochs", type=positive, help="most epochs; the defaults of this and the next three depend on the start")
-    add("--batch-size", type=positive)
-    add("--learning-rate", type=above_zero)
+    add("--batch-size", type=positive, help="rows of a step")
+    add("--learning-rate", type=above_zero, help="the largest of the training")
     add("--dropout", type=from_zero_to_one, help="dropout of the encoder")
-    add("--precision", choices=["fp32", "bf16", "fp16"], help="precision of the matrix products in training (fp32)")
-    add("--seed", type=natural, default=0, help="seed of the split and of the training (%(default)s)")
+    add(
+        "--precision",
+        choices=["fp32", "bf16", "fp16"],
+        help="precision of the matrix products in training (default: fp32)",
+    )
+    add("--seed", type=natural, default=0, help="seed of the split and of the training")
     add(
         "--soup",
         type=positive,
         metavar="N",
-        help="number of trainings whose weights are averaged (1): better, but N times as long",
+        help="number of trainings whose weights are averaged (default: 1): better, but N times as long",
     )
-    add("--held-out-share", type=share, default=Split().held_out_share, help="share of the prompts (%(default)s)")
-    add("--validation-share", type=share, default=Split().validation_share, help="share of the prompts (%(default)s)")
+    add("--held-out-share", type=share, default=Split().held_out_share, help="share of the prompts")
+    add("--validation-share", type=share, default=Split().validation_share, help="share of the prompts")
     add("--max-length-tokens", type=positive, help="limit of a prompt; longer prompts keep their head and tail")
-    add("--pooling", choices=["mean", "cls"])
+    add("--pooling", choices=["mean", "cls"], help="how tokens become one vector (default: mean)")
     add("--patience-epochs", type=positive, help="stop after this many epochs without a lower validation loss")
     add("--threads", type=positive, help="threads of torch (default: all cores); 1 is fastest on a busy machine")
 

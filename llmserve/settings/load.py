@@ -119,14 +119,19 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
             return {**common, "choices": get_args(part)}
     if kind == tuple[str, ...]:
         return {**common, "action": "append", "metavar": _extra(hint).get("metavar", "TEXT")}
-    return {**common, "metavar": _extra(hint).get("metavar", _metavar(kind))}
+    return {**common, "metavar": _extra(hint).get("metavar", _metavar(kind, text))}
 
 
-def _metavar(kind: Any) -> str:
+_OF_FILES = re.compile(r"(TOML |SQLite )?(file|folder)\b", re.IGNORECASE)
+
+
+def _metavar(kind: Any, text: str) -> str:
     parts = {kind, *get_args(kind)}
     parts |= {part for outer in get_args(kind) for part in get_args(outer)}  # of an optional value with limits
     if any(get_origin(part) is tuple for part in parts):
         return "X,X,..."
+    if str in parts and (word := _OF_FILES.match(text)) is not None:
+        return "DIR" if "folder" in word[0].lower() else "FILE"
     return "TEXT" if str in parts else "X" if float in parts else "N"
 
 

@@ -63,9 +63,49 @@ def test_only_the_given_command_is_loaded():
 
 
 def test_an_unknown_command_is_refused_with_a_list_of_commands(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        main(["trains"])
-    assert "'serve', 'simulate'" in capsys.readouterr().err
+    for words, meant in ((["trains"], "train"), (["serv", "--port", "1"], "serve")):
+        assert main(words) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == f"llmserve: unknown command {words[0]}; did you mean {meant}?"
+        assert second.startswith("the commands are serve, simulate, ")
+
+
+def test_version_and_help_may_be_words(capsys: pytest.CaptureFixture[str]):
+    for words in (["version"], ["-V"], ["--version"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert others == [first, first]
+    for words in (["help", "queue"], ["queue", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    text = capsys.readouterr().out
+    assert text[: len(text) // 2] == text[len(text) // 2 :]
+
+
+def test_every_flag_says_what_it_is_and_what_it_takes(capsys: pytest.CaptureFixture[str]):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        lines = capsys.readouterr().out.partition("options:\n")[2].splitlines()
+        followed = zip(lines, [*lines[1:], ""], strict=True)
+        silent = [
+            line
+            for line, next_one in followed
+            if re.match(r"  --[^ ].*\S$", line) and "  " not in line.strip() and not next_one.startswith(" " * 10)
+        ]
+        assert silent == [], name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_flags(shell: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "serve" in text
+    assert "simulate" in text
+    if shell == "bash":
+        ask = f"{text}\nCOMP_WORDS=(llmserve queue --k); COMP_CWORD=2; _llmserve; echo ${{COMPREPLY[@]}}"
+        assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "--key-file\n"
 
 
 # ---- the predictor's commands -------------------------------------------------------------------------------------

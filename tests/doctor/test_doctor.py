@@ -203,7 +203,7 @@ async def test_a_server_with_keys_is_asked_with_the_admin_key(start_front: Start
     settings = ServerConfig(port=0, api_key_file=str(tmp_path / "keys"), admin_key_file=str(tmp_path / "admin"))
     async with FakeEngine() as engine:
         front = await start_front(engine, server=settings)
-        with pytest.raises(ConfigError, match="--admin-key-file"):
+        with pytest.raises(ConfigError, match="--key-file"):
             await asyncio.to_thread(doctor.of_server, front.url, None, 0.0)
         found = await asyncio.to_thread(doctor.of_server, front.url, tmp_path / "admin", 0.0)
     (refused,) = [finding for finding in found if finding.code != OF_THE_TESTS]

@@ -66,4 +66,6 @@ def test_a_flags_help_names_the_default_that_the_flag_has(command: str) -> None:
         text = of_command._get_formatter()._expand_help(action) if action.help else ""
         named = re.search(r"\(default:? ([^();,]*?)\)", text)
         if named is not None and action.default not in (None, argparse.SUPPRESS):
-            assert str(action.default) in (named[1], f"{named[1]}.0"), action.option_strings
+            default = action.default
+            shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+            assert shown in (named[1], f"{named[1]}.0"), action.option_strings
