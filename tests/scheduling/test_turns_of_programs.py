@@ -89,6 +89,22 @@ def test_ledgers_return_to_zero_whatever_comes() -> None:
     assert (ledger.tokens, len(ledger)) == (0, 0)
 
 
+def test_whose_time_is_over_is_as_a_walk_of_all_holdings_finds_it() -> None:
+    rng, ledger = random.Random(2), Ledger()
+    for moment in range(2000):
+        holder, act = rng.randrange(1, 12), rng.randrange(6)
+        if act < 2:
+            ledger.run(holder, blocks(holder, 2), BLOCK, 0)
+        elif act < 5:
+            over_s = rng.choice([moment, moment + rng.randrange(9), math.inf])
+            ledger.keep(holder, 0, float(moment), over_s)
+        else:
+            ledger.drop(holder)
+        ends = sorted([(holding.over_s, holder) for holder, holding in ledger])
+        assert ledger.over(moment) == [holder for over_s, holder in ends if over_s <= moment]
+        assert ledger.next_over_s(moment) == min([s for s, _ in ends if moment < s < math.inf], default=None)
+
+
 # ---- what is learnt ----
 
 

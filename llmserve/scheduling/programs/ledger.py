@@ -6,10 +6,14 @@ the system prompt that a hundred programs share is in the ledger once, whoever h
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 
 from llmserve.scheduling.residency import leading
+
+STALE_MAX = 64  # times that do not count any more, beside as many as there are holdings
 
 
 class Holding:
@@ -39,6 +43,8 @@ class Ledger:
         self._holdings: dict[int, Holding] = {}
         self._users: dict[int, int] = {}  # holders of each block
         self._block_tokens = 1
+        self._ends: list[tuple[float, int]] = []  # a heap of (over_s, holder), also of some that were dropped since
+        self._over: list[tuple[float, int]] = []  # those of the heap whose time is over, in order
 
     def __contains__(self, holder: int) -> bool:
         return holder in self._holdings
@@ -72,6 +78,8 @@ class Ledger:
         if holding is not None:
             self.tokens += more - holding.more
             holding.more, holding.ended_s, holding.over_s = more, ended_s, over_s
+            if over_s < math.inf:
+                self._end_at(over_s, holder)
 
     def drop(self, holder: int) -> None:
         """Keep nothing for the holder."""
@@ -84,16 +92,38 @@ class Ledger:
         self.tokens = 0
         self._holdings.clear()
         self._users.clear()
+        self._ends.clear()
+        self._over.clear()
 
     def over(self, now_s: float) -> list[int]:
-        """Holders whose time is over, the one over longest first."""
-        over = [(holding.over_s, holder) for holder, holding in self._holdings.items() if holding.over_s <= now_s]
-        return [holder for _, holder in sorted(over)]
+        """Holders whose time is over, the one over longest first. now_s : never before that of an earlier call"""
+        self._pass_ends(now_s)
+        if self._over:
+            self._over = [end for end in self._over if self._is_end(*end)]
+        return [holder for _, holder in self._over]
 
     def next_over_s(self, now_s: float) -> float | None:
-        """When the next time is over; None: for nobody's."""
-        later_s = [holding.over_s for holding in self._holdings.values() if now_s < holding.over_s < math.inf]
-        return min(later_s, default=None)
+        """When the next time is over; None: nobody's will be. now_s : as of `over`"""
+        self._pass_ends(now_s)
+        return self._ends[0][0] if self._ends else None
+
+    def _end_at(self, over_s: float, holder: int) -> None:
+        heapq.heappush(self._ends, (over_s, holder))
+        if len(self._ends) > len(self._holdings) + STALE_MAX:
+            self._ends = [end for end in self._ends if self._is_end(*end)]
+            heapq.heapify(self._ends)
+
+    def _pass_ends(self, now_s: float) -> None:
+        """Move the times that are over to the others that are; the first of those that remain is somebody's."""
+        ends = self._ends
+        while ends and (ends[0][0] <= now_s or not self._is_end(*ends[0])):
+            end = heapq.heappop(ends)
+            if self._is_end(*end) and end not in self._over:
+                insort(self._over, end)
+
+    def _is_end(self, over_s: float, holder: int) -> bool:
+        holding = self._holdings.get(holder)
+        return holding is not None and holding.over_s == over_s
 
     def first_kept(self) -> int | None:
         """The holder, of those that run nothing, whose request ended first; None: there is none."""

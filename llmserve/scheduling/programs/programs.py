@@ -276,8 +276,8 @@ class Programs:
         is_item = queued.request.background
         if not engine.running and not (is_item and ledger):
             return True
-        room = self._room_for(queued, engine, tokens_max)
         need = self._need(queued, ledger)
+        room = self._room_for(queued, ledger, tokens_max, need)
         if ledger.tokens + need <= room:
             return True
         for holder in ledger.over(now_s):
@@ -287,9 +287,10 @@ class Programs:
                     return True
         return not engine.running and not ledger
 
-    def _room_for(self, queued: QueuedRequest, engine: EngineState, tokens_max: int) -> float:
-        """Up to how many tokens the ledger of the engine may be filled with the request."""
-        fills = not queued.request.background and self.passes(queued, engine)
+    def _room_for(self, queued: QueuedRequest, ledger: Ledger, tokens_max: int, need: int) -> float:
+        """Up to how many tokens the ledger may be filled with the request."""
+        request = queued.request
+        fills = not request.background and (need <= SMALL * tokens_max or _is_kept(request, ledger))
         return tokens_max if fills else self._room * tokens_max
 
     def wait_for_room(self, queued: QueuedRequest, engines: Sequence[EngineState]) -> None:
@@ -297,8 +298,8 @@ class Programs:
         for engine in engines:
             tokens_max, ledger = engine.info.tokens_max, self._ledgers.get(engine.info.name)
             if ledger is not None and tokens_max is not None:
-                room = self._room_for(queued, engine, tokens_max)
-                self._lacks[engine] = ledger.tokens + self._need(queued, ledger) - room
+                need = self._need(queued, ledger)
+                self._lacks[engine] = ledger.tokens + need - self._room_for(queued, ledger, tokens_max, need)
 
     def take_lacks(self) -> dict[EngineState, float]:
         """Tokens that the request which waited for room last in this step lacks on each engine."""
@@ -310,10 +311,7 @@ class Programs:
         ledger = self._ledgers.get(engine.info.name)
         if ledger is None or engine.info.tokens_max is None:
             return True
-        program = queued.request.program
-        if program and ledger.is_kept(program):
-            return True
-        return self._need(queued, ledger) <= SMALL * engine.info.tokens_max
+        return _is_kept(queued.request, ledger) or self._need(queued, ledger) <= SMALL * engine.info.tokens_max
 
     def next_room_s(self, engine: EngineState, now_s: float) -> float | None:
         """When kept tokens may be dropped for others; None: none are kept."""
@@ -333,6 +331,11 @@ class Programs:
         request = queued.request
         block_tokens, more = _rest(queued)
         return ledger.need(request.program or -request.id, request.blocks, block_tokens, more)
+
+
+def _is_kept(request: Request, ledger: Ledger) -> bool:
+    """Whether tokens are kept for the request's program."""
+    return bool(request.program) and ledger.is_kept(request.program)
 
 
 def _rest(queued: QueuedRequest, output_tokens: float | None = None) -> tuple[int, int]:
