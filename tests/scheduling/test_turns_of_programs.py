@@ -69,16 +69,28 @@ def test_a_next_step_needs_what_the_context_has_grown_by() -> None:
     assert ledger.tokens == 350
 
 
+def test_a_block_has_the_tokens_that_its_first_holder_says() -> None:
+    ledger = Ledger()
+    ledger.run(1, blocks(1, 10, shared=8), 100, 0)
+    assert ledger.need(2, blocks(2, 10, shared=8), 120, 0) == 240
+    ledger.run(2, blocks(2, 10, shared=8), 120, 0)
+    assert ledger.tokens == 1240
+    ledger.drop(1)
+    assert ledger.tokens == 8 * 100 + 240
+    ledger.drop(2)
+    assert ledger.tokens == 0
+
+
 def test_ledgers_return_to_zero_whatever_comes() -> None:
     rng, ledger = random.Random(1), Ledger()
     for moment in range(2000):
         holder, count = rng.randrange(1, 20), rng.randrange(0, 12)
         act = rng.randrange(3)
         if act == 0:
-            more = rng.randrange(100)
-            grown = ledger.need(holder, blocks(holder, count, shared=min(count, 4)), BLOCK, more)
+            more, block = rng.randrange(100), BLOCK + rng.randrange(3)
+            grown = ledger.need(holder, blocks(holder, count, shared=min(count, 4)), block, more)
             before, fresh = ledger.tokens, holder not in ledger
-            ledger.run(holder, blocks(holder, count, shared=min(count, 4)), BLOCK, more)
+            ledger.run(holder, blocks(holder, count, shared=min(count, 4)), block, more)
             assert ledger.tokens == before + grown or not fresh
         elif act == 1:
             ledger.keep(holder, rng.randrange(100), float(moment), moment + rng.uniform(0.0, 9.0))

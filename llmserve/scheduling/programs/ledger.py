@@ -1,7 +1,8 @@
 """The ledger of one engine's KV cache: the tokens of running requests, and those kept for programs in a tool call.
 
 What several hold counts once: a prompt comes as the hashes of its blocks, each of all before it (`Request.blocks`), so
-the system prompt that a hundred programs share is in the ledger once, whoever holds it.
+the system prompt that a hundred programs share is in the ledger once, whoever holds it. A block has as many tokens as
+its first holder says: how many they are is an estimate, which moves.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Ledger:
         self.tokens = 0
         self._holdings: dict[int, Holding] = {}
         self._users: dict[int, int] = {}  # holders of each block
-        self._block_tokens = 1
+        self._block_tokens: dict[int, int] = {}  # of each block
         self._ends: list[tuple[float, int]] = []  # a heap of (over_s, holder), also of some that were dropped since
         self._over: list[tuple[float, int]] = []  # those of the heap whose time is over, in order
 
@@ -64,13 +65,11 @@ class Ledger:
         """Tokens that the ledger would grow by if the holder had these instead of what it has."""
         missing = len(blocks) - leading(blocks, self._users)
         holding = self._holdings.get(holder)
-        return missing * (self._block_tokens if self._users else block_tokens) + more - (holding.more if holding else 0)
+        return missing * block_tokens + more - (holding.more if holding else 0)
 
     def run(self, holder: int, blocks: tuple[int, ...], block_tokens: int, more: int) -> None:
-        """A request of the holder runs. block_tokens : the same for all, or nearly so: the first one's counts"""
-        if not self._users:
-            self._block_tokens = max(1, block_tokens)
-        self._put(holder, Holding(blocks, more))
+        """A request of the holder runs. block_tokens : of each block that nobody has yet"""
+        self._put(holder, Holding(blocks, more), block_tokens)
 
     def keep(self, holder: int, more: int, ended_s: float, over_s: float) -> None:
         """The holder's request has ended; keep its tokens until `over_s`. more : as in Holding"""
@@ -92,6 +91,7 @@ class Ledger:
         self.tokens = 0
         self._holdings.clear()
         self._users.clear()
+        self._block_tokens.clear()
         self._ends.clear()
         self._over.clear()
 
@@ -130,7 +130,7 @@ class Ledger:
         kept = [(holding.ended_s, holder) for holder, holding in self._holdings.items() if not holding.runs]
         return min(kept)[1] if kept else None
 
-    def _put(self, holder: int, holding: Holding) -> None:
+    def _put(self, holder: int, holding: Holding, block_tokens: int) -> None:
         before = self._holdings.get(holder)
         self._holdings[holder] = holding
         users, here = self._users, 0
@@ -144,7 +144,8 @@ class Ledger:
             count = users.get(block, 0)
             users[block] = count + 1
             if not count:
-                self.tokens += self._block_tokens
+                self._block_tokens[block] = block_tokens
+                self.tokens += block_tokens
         self.tokens += holding.more
 
     def _leave(self, blocks: Sequence[int]) -> None:
@@ -155,4 +156,4 @@ class Ledger:
                 users[block] = count
             else:
                 del users[block]
-                self.tokens -= self._block_tokens
+                self.tokens -= self._block_tokens.pop(block)
