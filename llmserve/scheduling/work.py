@@ -41,14 +41,15 @@ class PromptTime:
     the slope is less CERTAIN standard errors. Positions count once theirs is above 0 with that certainty.
     memory : answers after which an observation's weight has fallen to a third.
 
-    per_token_s     seconds a token of a prompt; 0 until the answers prove more
+    per_token_s     seconds a token of a prompt; 0 until the answers prove more, and while they do not
+    proven_s        the last per_token_s above 0; 0: never yet
     per_position_s  seconds more a token for each position before it; likewise
     mean_s          mean seconds of a prompt, by these
     """
 
     def __init__(self, memory: int = 1024) -> None:
         self._moments = Moments(memory)  # of tokens, computed tokens, their positions, and seconds
-        self.per_token_s = self.per_position_s = self.mean_s = 0.0
+        self.per_token_s = self.per_position_s = self.mean_s = self.proven_s = 0.0
 
     def observe(self, seconds: float, tokens: float, prompt_tokens: float, cached_tokens: float = 0.0) -> None:
         """Record an answer, or the beginning of one: its seconds on the engine, its tokens by then, and the tokens of
@@ -78,6 +79,7 @@ class PromptTime:
     def _regress(self) -> None:
         _, computed_mean, positions_mean, _ = self._moments.means
         self.per_token_s, self.per_position_s = self._slopes()
+        self.proven_s = self.per_token_s or self.proven_s
         self.mean_s = self.per_token_s * computed_mean + self.per_position_s * positions_mean
 
     def _slopes(self) -> tuple[float, float]:

@@ -26,6 +26,18 @@ def test_the_time_of_prompts_is_learnt_and_chance_gives_them_none(per_token_s: f
     assert 0.7 * per_token_s <= prompts.per_token_s <= 1.02 * per_token_s
 
 
+def test_what_was_proven_of_prompts_is_remembered_while_a_busy_machine_proves_nothing() -> None:
+    rng, prompts = np.random.default_rng(7), PromptTime()
+    for noise_s in (0.0, 50.0):
+        assert prompts.per_token_s == prompts.proven_s
+        for _ in range(400):
+            tokens, prompt_tokens = rng.uniform(1.0, 100.0), rng.uniform(0.0, 2_000.0)
+            seconds = 0.02 * tokens + 0.001 * prompt_tokens + noise_s * rng.random()
+            prompts.observe(seconds, tokens, prompt_tokens)
+    assert prompts.per_token_s == 0.0
+    assert 0.0005 <= prompts.proven_s <= 0.002
+
+
 def test_prompts_of_one_size_get_no_time() -> None:
     """Nothing tells their time from an overhead, and a later prompt may be a thousand times as long."""
     prompts = PromptTime()

@@ -227,7 +227,7 @@ class Programs:
         if not tools:
             self.kinds.turn_ended(program.kind, program.step)
         if tools and turn.holder > 0:
-            pool_s = (engine.info.tokens_max or 0) * times.prompts.per_token_s or POOL_S
+            pool_s = (engine.info.tokens_max or 0) * times.prompts.proven_s or POOL_S
             keep_s = self.tools.keep_s(tools, pool_s)
             ledger.keep(turn.holder, _rest(queued, output_tokens)[1], now_s, now_s + keep_s)
         else:
