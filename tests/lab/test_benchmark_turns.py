@@ -98,3 +98,13 @@ def test_a_run_replaces_the_rows_of_its_case(tmp_path: Path) -> None:
         for seed in (2, 1):
             vllm.save(path, Row({"cell": "short", "seed": seed, "arrangement": "direct"}, {"turns": value}))
     assert [(row["seed"], row["turns"]) for row in vllm.rows_of(path)] == [(1, 2.0), (2, 2.0)]
+
+
+def test_what_a_further_sequence_takes_follows_from_the_rate_of_sessions_side_by_side() -> None:
+    """Three sessions side by side, whose requests take 0.1 s of prompts and 10 steps."""
+    sessions = [msgspec.convert(agent("a", 0.0, step(100, 10, tool="t", tool_s=1.0), step(100, 10)), SessionOf)]
+    alone = vllm.Costs(prefill_s_per_token=0.001, step_s=0.02)
+    for each_s in (0.0, 0.005):
+        step_s = 0.02 + 2 * each_s
+        costs = alone.with_rate(sessions, 3, requests_per_s=3 / (10 * step_s + 3 * 0.1))
+        assert costs.sequence_s == pytest.approx(each_s)

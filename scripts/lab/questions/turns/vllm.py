@@ -16,7 +16,8 @@ makes them call the world's tools. Agents send the id of their session, as codin
 
 All get the same sessions at the same times, one after the other; each seed begins with another one. Sessions come at
 --load of the rate that vLLM serves warm: as many sessions side by side, without pauses, as its cache holds with room.
-The script measures this rate first, and what tokens cost; with these costs the simulator runs the same world.
+The script measures this rate first, and what tokens cost alone. From both follows what a step takes more for each
+further sequence; with these costs the simulator runs the same world.
 
 A cell and a seed are one run, whose rows replace those of an earlier run in --output. The times of turns are from a
 person's message to the last answer, tools included; the first 15 % of the sessions do not count.
@@ -32,7 +33,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from kit.servers import Server, front_end, of_lab, running, vllm
 from kit.tables import markdown
 from make.programs import Drawing, Shape
 
+from bins.curve import Curve
+from bins.profile import Profile
 from llmserve.engines.process import free_ports
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.program_run import run_programs
@@ -78,7 +81,7 @@ BLOCK_TOKENS = 32  # the smallest of vLLM on a CPU
 CONTEXT_TOKENS = 4_096
 STEP_TOKENS = 2_048
 SLOTS = 16
-CELLS = {"short": 8_640, "ample": 20_000}  # tokens of the KV cache
+CELLS = {"short": 8_640, "ample": 20_000, "double": 24_960}  # tokens of the KV cache
 WARM_SHARE = 0.6  # of the cache that the sessions fill that run side by side
 WARM_S = 20.0
 CASE = ("cell", "seed", "arrangement")
@@ -91,10 +94,22 @@ PLUGIN = Path(__file__).with_name("tool_parser.py")
 
 @dataclass(frozen=True)
 class Costs:
-    """What vLLM takes. prefill_s_per_token : of a prompt that it has not cached.  step_s : of one that decodes"""
+    """What vLLM takes. prefill_s_per_token : of a prompt that it has not cached.  step_s : of one that decodes
+
+    sequence_s : more of a step, for each further one that decodes
+    """
 
     prefill_s_per_token: float
     step_s: float
+    sequence_s: float = 0.0
+
+    def with_rate(self, sessions: Sequence[SessionOf], count: int, requests_per_s: float) -> Costs:
+        """With the time of a step that gives this rate, of so many sessions side by side whose prefixes are cached."""
+        steps = [(new, answered) for one in sessions for _, new, answered, _ in contexts(one)]
+        new, answered = (statistics.fmean(tokens) for tokens in zip(*steps, strict=True))
+        step_s = count * (1 / requests_per_s - new * self.prefill_s_per_token) / answered
+        sequence_s = (step_s - self.step_s) / (count - 1) if count > 1 else 0.0
+        return replace(self, sequence_s=min(max(0.0, sequence_s), self.step_s))
 
 
 def world(sessions: int, seed: int) -> tuple[SessionOf, ...]:
@@ -170,8 +185,8 @@ def router_settings(kv_tokens: int, costs: Costs) -> dict[str, Any]:
             "quadratic_seconds_per_1k_tokens_squared": 0.0,
         },
         "decode_throughput_model": {
-            "fixed_step_seconds": costs.step_s,
-            "batch_step_seconds_per_request": 0.0,
+            "fixed_step_seconds": costs.step_s - costs.sequence_s,
+            "batch_step_seconds_per_request": costs.sequence_s,
             "context_step_seconds_per_token": 0.0,
         },
     }
@@ -223,17 +238,22 @@ def simulated(sessions: Sequence[SessionOf], rate: float, kv_tokens: int, costs:
     straight = arrangement == DIRECT
     scheduling = SchedulingConfig(order="fffs" if straight else None).resolved(False)
     coming = [msgspec.structs.replace(one, arrival_s=one.arrival_s / rate) for one in sessions]
-    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as file:
-        file.writelines([msgspec.json.encode(one) + b"\n" for one in coming])
-        file.flush()
+    profile = Profile.timed(
+        "vllm",
+        Curve.affine(costs.sequence_s, costs.step_s - costs.sequence_s),
+        prefill_s_per_token=costs.prefill_s_per_token,
+        source="Measured at the beginning of the run.",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        programs, engine_file = Path(folder, "programs.jsonl"), Path(folder, "engine.json")
+        programs.write_bytes(b"".join([msgspec.json.encode(one) + b"\n" for one in coming]))
+        profile.save(engine_file)
         scenario = Scenario(
-            programs=file.name,
+            programs=str(programs),
+            profile=str(engine_file),
             kv_tokens=kv_tokens,
             slots=SLOTS,
             step_tokens=STEP_TOKENS,
-            step_s=costs.step_s,
-            prefill_s=0.0,
-            prefill_s_per_token=costs.prefill_s_per_token,
         )
         return run_programs(
             scenario, scheduling, straight=straight, named=not straight, programs=policy_of(arrangement)
@@ -252,6 +272,7 @@ async def measure(args: argparse.Namespace) -> None:
         count = side_by_side(sessions, kv_tokens)
         warm = Agents(server.url, sessions, args.seed, f"{args.seed}w", pause=0.0)
         requests_per_s = args.requests_per_s or await warm.side_by_side(count, WARM_S)
+        costs = costs.with_rate(sessions, count, requests_per_s)
         rate = args.load * requests_per_s / (requests / len(sessions))
         setting = {
             "kv_tokens": kv_tokens,
@@ -260,6 +281,7 @@ async def measure(args: argparse.Namespace) -> None:
             "requests_per_s": requests_per_s,
             "prefill_s_per_token": costs.prefill_s_per_token,
             "step_s": costs.step_s,
+            "sequence_s": costs.sequence_s,
             "sessions": args.sessions,
             "new_tokens_p50": SMALL.new[0],
             "output_tokens_p50": SMALL.output[0],
