@@ -99,7 +99,7 @@ class Sockets(Part):
 
     def check(self, config: Config) -> Config:
         server = config.server
-        check_host(server.host, may_serve_anyone=bool(keys_of(config, warns=False).keys) or server.anonymous)
+        check_host(server.host, may_serve_anyone=_needs_key(config) or server.anonymous)
         trusted_proxies(config)
         tls_of(config)
         if server.metrics_host is not None and server.metrics_port is None:
@@ -117,6 +117,10 @@ class Sockets(Part):
             server.add(Listening(clients, state, tls_of(server.config)))
             server.add(OwnApi())
             yield
+
+
+def _needs_key(config: Config) -> bool:
+    return bool(keys_of(config, warns=False).keys) or config.server.jwt_issuer is not None
 
 
 def check_host(host: str, *, may_serve_anyone: bool) -> None:

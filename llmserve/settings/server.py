@@ -35,6 +35,31 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: Annotated[
         str | None, Meta(description="file of the certificate's key, as PEM (default: in the file of --tls-cert)")
     ] = None
+    jwt_issuer: Annotated[
+        str | None,
+        Meta(
+            description="issuer whose tokens (JWT) clients may send in place of a key, as in their claim `iss`, such "
+            "as https://login.example.com/realms/ai. Its keys are read by OpenID Connect Discovery. Needs the extra "
+            "`auth` (default: no tokens)"
+        ),
+    ] = None
+    jwt_audience: Annotated[
+        str | None, Meta(description="audience that tokens must be for, their claim `aud`; needed with --jwt-issuer")
+    ] = None
+    jwt_keys: Annotated[
+        str | None, Meta(description="URL or file of the issuer's keys, a JWK set (default: as the issuer tells)")
+    ] = None
+    jwt_account_claim: Annotated[
+        str, Meta(description="claim of tokens whose value is the account that their requests count for")
+    ] = "sub"
+    jwt_tenant_claim: Annotated[
+        str | None,
+        Meta(
+            description="claim whose value is the account instead, for all clients of a tenant together; "
+            "[tenants.VALUE] of a *.toml file of --api-key-file has the limits, weight and budgets of each tenant, and "
+            "with such tables no other tenant is served (default: none)"
+        ),
+    ] = None
     gateway_key_file: Annotated[
         str | None,
         Meta(

@@ -7,7 +7,9 @@ guards         : who may use a path of the server's own API
 key_file       : the file of API keys
 keys           : the keys and limits of a server, from its settings
 limits         : the limits of each key
+issuer_keys    : the keys of an identity provider, read again and again
 part           : the files of keys, and the limits of each key
 shares         : whose share of the engines pays for a request, and what the share weighs
+tokens         : bearer tokens of an identity provider (JWT)
 usage_file     : the SQLite file in which servers keep what keys have spent of their budgets
 """

@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Mapping
 
 from llmserve.errors import Unauthorized
+from llmserve.tenants.tokens import Tokens
 
 
 class Keys:
-    """Checks keys. A key is looked up by its SHA-256 digest.
+    """Checks keys, and tokens of an identity provider. A key is looked up by its SHA-256 digest.
 
     The time of a look-up can tell of digests only, and no key follows from a part of its digest. keys : name -> key
+    tokens  that clients may send in place of a key; None: none
     """
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
+    def __init__(self, keys: Mapping[str, str], tokens: Tokens | None = None) -> None:
+        self.tokens = tokens
         self._names: dict[bytes, str] = {}
         self.replace(keys)
 
@@ -24,17 +27,20 @@ class Keys:
     @property
     def required(self) -> bool:
         """Whether clients need a key."""
-        return bool(self._names)
+        return bool(self._names) or self.tokens is not None
 
     def authenticate(self, authorization: str | None) -> str:
         """Return the name of the key ("" when no key is required). Raises Unauthorized."""
-        if not self._names:
+        if not self._names and self.tokens is None:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized("the request has no API key; send `Authorization: Bearer KEY`")
-        name = self._names.get(_digest(key.strip()))
+        digest = _digest(key := key.strip())
+        name = self._names.get(digest)
         if name is None:
+            if self.tokens is not None and key.count(".") == 2:
+                return self.tokens.account(key, digest)
             raise Unauthorized("the API key is wrong")
         return name
 

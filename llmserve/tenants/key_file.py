@@ -18,6 +18,7 @@ from llmserve.runtime.private_file import warn_if_shared
 from llmserve.settings.load import takes
 from llmserve.spelling import nearest
 
+TABLES = ("keys", "tenants", "prices")
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Positive = Annotated[float, Meta(gt=0)]
 Tier = Literal["auto", "default", "priority", "flex"]
@@ -80,15 +81,19 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
-    """keys: name -> key.  policies: by name; a key without one has KeyPolicy().  prices: by model."""
+    """keys: name -> key.  policies: by name; a key without one has KeyPolicy().  prices: by model.
+
+    tenants  policies of tokens' tenants, by name
+    """
 
     keys: Mapping[str, str] = {}
     policies: Mapping[str, KeyPolicy] = {}
     prices: Mapping[str, Price] = {}
+    tenants: Mapping[str, KeyPolicy] = {}
 
     @property
     def has_budgets(self) -> bool:
-        return any(policy.budgets != Budgets() for policy in self.policies.values())
+        return any(policy.budgets != Budgets() for policy in (*self.policies.values(), *self.tenants.values()))
 
 
 def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
@@ -103,8 +108,8 @@ def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
         tables = tomllib.loads(_text(path, warns=warns))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
-    if unknown := [name for name in tables if name not in ("keys", "prices")]:
-        raise ConfigError(f"{path}: unknown table [{unknown[0]}]{nearest(unknown[0], ('keys', 'prices'))}")
+    if unknown := [name for name in tables if name not in TABLES]:
+        raise ConfigError(f"{path}: unknown table [{unknown[0]}]{nearest(unknown[0], TABLES)}")
     prices = {
         model: _struct(Price, table, f'{path}: [prices."{model}"]')
         for model, table in _table(tables.get("prices", {}), f"{path}: [prices]").items()
@@ -114,13 +119,26 @@ def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
     for name, table in _table(tables.get("keys", {}), f"{path}: [keys]").items():
         place = f"{path}: [keys.{name}]"
         keys[name], policies[name] = _key_of_table(name, dict(_table(table, place)), place)
-        if not prices and (policies[name].budgets.money_per_day or policies[name].budgets.money_per_month):
-            raise ConfigError(f'{place}: a budget of money needs prices, [prices."MODEL"]')
+        if name.startswith("jwt:"):
+            raise ConfigError(f"{place}: names with `jwt:` are those of tokens")
+        _check_prices(policies[name], place, prices)
+    tenants: dict[str, KeyPolicy] = {}
+    for name, table in _table(tables.get("tenants", {}), f"{path}: [tenants]").items():
+        place = f"{path}: [tenants.{name}]"
+        if "key" in _table(table, place):
+            raise ConfigError(f"{place}: a tenant has no key: its clients send tokens")
+        _, tenants[name] = _key_of_table("tenant", {**table, "key": "-"}, place)
+        _check_prices(tenants[name], place, prices)
     if len(set(keys.values())) < len(keys):
         raise ConfigError(f"{path}: two names have the same key")
-    if not keys:
+    if not keys and not tenants:
         raise ConfigError(f"{path} has no API key")
-    return KeyFile(keys=keys, policies=policies, prices=prices)
+    return KeyFile(keys=keys, policies=policies, prices=prices, tenants=tenants)
+
+
+def _check_prices(policy: KeyPolicy, place: str, prices: Mapping[str, Price]) -> None:
+    if not prices and (policy.budgets.money_per_day or policy.budgets.money_per_month):
+        raise ConfigError(f'{place}: a budget of money needs prices, [prices."MODEL"]')
 
 
 def read_keys(path: Path, *, warns: bool = True) -> Mapping[str, str]:

@@ -7,10 +7,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from llmserve.errors import ConfigError
+from llmserve.runtime.extras import need
 from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.settings.tree import Config
 from llmserve.tenants.authentication import Keys
+from llmserve.tenants.issuer_keys import check_issuer
 from llmserve.tenants.key_file import KeyFile, Limits, read_key_file, read_keys
+from llmserve.tenants.tokens import TokenRules, Tokens
 
 USAGE_FILE = "usage.sqlite"
 GATEWAY = "/door"  # name of the gateways' key: no client's key has a slash in its name
@@ -25,6 +28,8 @@ def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
     file = read_key_file(Path(server.api_key_file), warns=warns) if server.api_key_file else KeyFile()
     if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(file.keys):
         raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
+    if file.tenants and server.jwt_tenant_claim is None:
+        raise ConfigError(f"{server.api_key_file}: [tenants] need tokens that name them: give --jwt-tenant-claim")
     if server.usage_file and not (server.api_key_file or "").endswith(".toml"):
         raise ConfigError("usage_file: only a TOML file of --api-key-file has budgets")
     if file.has_budgets and usage_path(config) is None:
@@ -35,6 +40,22 @@ def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
             raise ConfigError(f"{server.gateway_key_file}: a client has the gateways' key, too")
         file = replace(file, keys={**file.keys, GATEWAY: key})
     return file
+
+
+def tokens_of(config: Config) -> Tokens | None:
+    """Checks the tokens that clients may send; None: the settings name no issuer. Raises ConfigError."""
+    server = config.server
+    if server.jwt_issuer is None:
+        for name in ("jwt_audience", "jwt_keys", "jwt_tenant_claim"):
+            if getattr(server, name) is not None:
+                raise ConfigError(f"{name}: there is no issuer of tokens: give --jwt-issuer, too")
+        return None
+    if server.jwt_audience is None:
+        raise ConfigError("jwt_issuer: tokens for anybody would be taken: give --jwt-audience, too")
+    check_issuer(server.jwt_issuer, server.jwt_keys)
+    need("auth", "jwt", "cryptography", why="--jwt-issuer")
+    rules = TokenRules(server.jwt_issuer, server.jwt_audience, server.jwt_account_claim, server.jwt_tenant_claim)
+    return Tokens(rules)
 
 
 def admin_keys_of(config: Config, *, warns: bool = True) -> Keys | None:

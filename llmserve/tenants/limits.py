@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from llmserve.calls.in_flight import InFlightCall
 from llmserve.errors import BadRequest, RateLimited, RequestError
@@ -15,9 +17,11 @@ from llmserve.tenants.authentication import Keys
 from llmserve.tenants.buckets import Headers, Scope, limit_headers
 from llmserve.tenants.budgets import Budget, Ledger, budgets_of
 from llmserve.tenants.key_file import KeyFile, KeyPolicy, Limits, Price
+from llmserve.tenants.tokens import PREFIX, Tokens
 from llmserve.tenants.usage_file import Reserve
 
 NONE = Limits()
+TOKEN_ACCOUNTS_MAX = 10_000  # accounts of tokens whose limits are remembered
 RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
 
 
@@ -46,6 +50,7 @@ class KeyLimits:
     usage       counts what keys use; None: nothing is counted
     on_refused  called with the code of an error for a call that had already been parsed
     part        of the limits that this server may use at first, where several servers share the keys
+    tokens      that clients may send in place of a key; None: none
     """
 
     def __init__(
@@ -59,15 +64,17 @@ class KeyLimits:
         on_refused: Callable[[str], None] = lambda code: None,
         part: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        tokens: Tokens | None = None,
     ) -> None:
-        self.keys = Keys({})
+        self.keys = Keys({}, tokens)
         self.prices: Mapping[str, Price] = MappingProxyType({})
         self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
         self.ledger = ledger
         self._first_quota = part
         self.quota_of: dict[str, float] = {}  # of the limits, by key: what other servers use is not this one's
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, Account] = _Accounts(self._of_token)
         self._defaults: Limits | None = None
+        self._tenants: Mapping[str, KeyPolicy] = MappingProxyType({})
         self.change(file, defaults)
 
     def change(self, file: KeyFile, defaults: Limits) -> None:
@@ -83,11 +90,32 @@ class KeyLimits:
             if account is None or defaults != self._defaults or policy != account.policy:
                 account = account or self._accounts.setdefault(name, Account(name, self))
                 account.change(policy, policy.limits.over(defaults), self.ledger)
+        self._tenants = file.tenants
         for name in [name for name, account in self._accounts.items() if name not in (file.keys or ("",))]:
-            if not self._accounts[name].key.running:
+            if name.startswith(PREFIX):
+                self._follow_tenant(self._accounts[name], defaults)
+            elif not self._accounts[name].key.running:
                 del self._accounts[name]
         self.keys.replace(file.keys)
+        if self.keys.tokens is not None:
+            self.keys.tokens.allow(frozenset(file.tenants) if file.tenants else None)
         self.prices, self._defaults = file.prices, defaults
+
+    def _of_token(self, name: str) -> Account:
+        """A new account of tokens. The first idle ones make room for it."""
+        accounts = [each for each, account in self._accounts.items() if each.startswith(PREFIX)]
+        if len(accounts) >= TOKEN_ACCOUNTS_MAX:
+            idle = (each for each in accounts if not self._accounts[each].key.running)
+            for each in list(islice(idle, TOKEN_ACCOUNTS_MAX // 10)):
+                del self._accounts[each]
+        account = self._accounts[name] = Account(name, self)
+        self.quota_of.setdefault(name, self._first_quota)
+        self._follow_tenant(account, self._defaults or NONE)
+        return account
+
+    def _follow_tenant(self, account: Account, defaults: Limits) -> None:
+        policy = self._tenants.get(unquote(account.name.removeprefix(PREFIX)), KeyPolicy())
+        account.change(policy, policy.limits.over(defaults), self.ledger)
 
     def use_quotas(self, quotas: Mapping[str, float]) -> None:
         """Use other quotas. quotas : parts of the limits, 0 to 1, by key; keys that are not here are left out"""
@@ -128,6 +156,19 @@ class KeyLimits:
     def account(self, name: str) -> Account:
         """name : of a key with a request in progress"""
         return self._accounts[name]
+
+
+class _Accounts(dict[str, "Account"]):
+    """Accounts by name. That of a token is made when it is first asked for. make : an account of tokens"""
+
+    def __init__(self, make: Callable[[str], Account]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Account:
+        if not name.startswith(PREFIX):
+            raise KeyError(name)
+        return self._make(name)
 
 
 class Account:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from llmserve.live.cluster import LiveCluster
@@ -13,19 +14,25 @@ from llmserve.part import Commit, Part, Server
 from llmserve.settings.tree import Config
 from llmserve.tenants import authentication
 from llmserve.tenants.budgets import Ledger
+from llmserve.tenants.issuer_keys import IssuerKeys
 from llmserve.tenants.key_file import KeyFile
-from llmserve.tenants.keys import admin_keys_of, default_limits, keys_of, usage_path
+from llmserve.tenants.keys import admin_keys_of, default_limits, keys_of, tokens_of, usage_path
 from llmserve.tenants.limits import KeyLimits
+from llmserve.tenants.tokens import Tokens
 from llmserve.tenants.usage_file import UsageFile
 
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """clients : of the file of keys.  admin : of /admin; None: it is disabled.  ledger : of budgets; None: of no key"""
+    """clients : of the file of keys.  admin : of /admin; None: it is disabled.  ledger : of budgets; None: of no key
+
+    tokens  that clients may send in place of a key; None: none
+    """
 
     clients: KeyFile
     admin: authentication.Keys | None
     ledger: Ledger | None
+    tokens: Tokens | None
 
 
 class KeyFiles(Part):
@@ -34,6 +41,7 @@ class KeyFiles(Part):
     def check(self, config: Config) -> Config:
         keys_of(config, warns=False)
         admin_keys_of(config, warns=False)
+        tokens_of(config)
         return config
 
     @contextlib.asynccontextmanager
@@ -41,15 +49,17 @@ class KeyFiles(Part):
         config = server.config
         clients, admin, path = keys_of(config), admin_keys_of(config), usage_path(config)
         ledger = Ledger(UsageFile(path)) if path is not None else None
-        server.add(KnownKeys(clients, admin, ledger))
-        if ledger is None:
+        tokens = tokens_of(config)
+        server.add(KnownKeys(clients, admin, ledger, tokens))
+        async with AsyncExitStack() as stack:
+            if ledger is not None:
+                ledger.start()
+                stack.push_async_callback(ledger.close)
+            if tokens is not None and config.server.jwt_issuer is not None:
+                keys = IssuerKeys(tokens, config.server.jwt_issuer, config.server.jwt_keys)
+                stack.push_async_callback(keys.close)
+                await keys.start()
             yield
-            return
-        ledger.start()
-        try:
-            yield
-        finally:
-            await ledger.close()
 
 
 class Keys(Part):
@@ -70,6 +80,7 @@ class Keys(Part):
                 usage=server.find(KeyUsage),
                 on_refused=server.get(Metrics).refused,
                 part=config.limits.limits_part,
+                tokens=known.tokens,
             )
         )
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmserve.errors import Unauthorized
+from llmserve.errors import RequestError
 from llmserve.gateway.answers import json_response
 from llmserve.gateway.own_routes import OwnRoute
 from llmserve.live.cluster import LiveCluster
@@ -52,6 +52,6 @@ class StateEndpoints:
     def _may_see(self, request: Request) -> bool:
         try:
             self._key.check(request.headers)
-        except Unauthorized:
+        except RequestError:
             return False
         return True
