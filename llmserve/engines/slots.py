@@ -117,16 +117,17 @@ class _Level:
     unproven  streams that were asked for all slots, but began beside too few others
     peak      most that were seen at once.  most : most `had` of the tests
     tests     streams that were asked for more than was proven; asked, had : their sums
+    room      logarithm of the odds that these had room
     answers   whole answers to requests that were sent since
     """
 
-    __slots__ = ("answers", "asked", "had", "most", "peak", "since_s", "tests", "unproven", "waited")
+    __slots__ = ("answers", "asked", "had", "most", "peak", "room", "since_s", "tests", "unproven", "waited")
 
     def __init__(self, since_s: float, due: int) -> None:
         self.since_s = since_s
         self.waited: list[tuple[float, float, float]] = []
         self.unproven = self.peak = self.most = 0
-        self.tests, self.asked, self.had = 0, 0.0, 0.0
+        self.tests, self.asked, self.had, self.room = 0, 0.0, 0.0, 0.0
         self.answers = WholeAnswers(due)
 
     def test(self, asked: float, had: float) -> tuple[float, float]:
@@ -135,6 +136,14 @@ class _Level:
         self.asked += asked
         self.had += had
         return self.asked / self.tests, self.had / self.tests
+
+
+def _density(seconds: float) -> float:
+    """Probability density of the time from a slot to the first token. seconds : over what is usual"""
+    if seconds <= 0.0:
+        return 0.0
+    off = math.log(seconds) / FIT_SPREAD
+    return math.exp(-0.5 * off * off) / (math.sqrt(math.tau) * FIT_SPREAD * seconds)
 
 
 class SlotsLearner:
@@ -239,7 +248,7 @@ class SlotsLearner:
         service_s, since = self._first_s.value or took_s, max(0, sent.ended - self._ends_forgotten)
         ended, had, odds = len(self._ends) - since, asked, 0.0  # odds : that the request has waited for a slot
         if took_s > LATE * service_s and ended and self._in_order:
-            before = bisect_right(self._ends, now_s - LATE * service_s, since) - since
+            before = bisect_right(self._ends, now_s - service_s, since) - since
             had = max(1, asked - min(before + sent.sequences, ended))  # more ends: those that gave the slots
             odds = self._fit(since, now_s, service_s, ended / took_s)
             if now_s - self._late_s > LATE * service_s:  # else what held the last one up may have held up this one too
@@ -255,7 +264,7 @@ class SlotsLearner:
             self._first_s.observe(took_s)
         if not self._known or self._look_ahead is None:
             others_first = self._in_order and self._streams < ALL_STREAMS
-            self._stream(asked, had, max(1, asked - ended) if others_first else self._advancing, odds)
+            self._stream(sent, had, max(1, asked - ended) if others_first else self._advancing, odds)
 
     def _fit(self, since: int, now_s: float, service_s: float, ends_per_s: float) -> float:
         """Logarithm of the odds that an end has given a late stream its slot, against ends that come at any time.
@@ -263,12 +272,8 @@ class SlotsLearner:
         since : the first end that came after the request.  ends_per_s : meanwhile
         """
         near = bisect_right(self._ends, now_s - service_s, since)
-        fit = 0.0
-        for end_s in self._ends[max(since, near - 1) : near + 1]:
-            if (gap_s := now_s - end_s) > 0.0:
-                off = math.log(gap_s / service_s) / FIT_SPREAD
-                fit = max(fit, math.exp(-0.5 * off * off) / (math.sqrt(math.tau) * FIT_SPREAD * gap_s))
-        return math.log((1.0 - FIT_LEAST) * fit / ends_per_s + FIT_LEAST)
+        fit = max([_density((now_s - end_s) / service_s) for end_s in self._ends[max(since, near - 1) : near + 1]])
+        return math.log((1.0 - FIT_LEAST) * fit / (ends_per_s * service_s) + FIT_LEAST)
 
     def ended(self, request_id: int, now_s: float, tokens: float) -> None:
         """A request has left the engine. tokens : of the whole answer; 0: unknown, or none"""
@@ -352,12 +357,12 @@ class SlotsLearner:
 
     # ---- what follows ----
 
-    def _stream(self, asked: int, had: int, seen: int, odds: float) -> None:
+    def _stream(self, sent: _Sent, had: int, seen: int, odds: float) -> None:
         """A stream has begun. seen : that many ran at once for certain, itself included.  odds : see _waited"""
-        slots, level = self._number, self._level
+        slots, level, asked = self._number, self._level, sent.asked
         level.peak = max(level.peak, seen)
         if self._known:
-            self._try_streams(asked, had)
+            self._try_streams(sent, had)
             self._next_try(asked)
         elif seen >= slots and not self.found:
             self._double(seen)
@@ -366,14 +371,15 @@ class SlotsLearner:
         elif self._counted or not self._in_order:
             return
         elif not self.found:
-            if self._proven <= had < asked:  # with less, something else has held it up: more were seen at once
+            if had < asked > self._proven and had >= (1.0 - TRY_STEP) * self._proven:
+                # with far less than was proven, something else has held it up
                 self._waited(had, slots - self._proven, odds, asked - self._proven)
             elif asked >= slots:
                 level.unproven += 1
                 if level.unproven > 4 + slots // 8:
                     self._waited(level.peak, 0, WAITED_ODDS, 1)
         elif self._tried > 0 and asked > slots + self._ahead:
-            self._try_streams(asked, had)
+            self._try_streams(sent, had)
         else:
             if had < asked and had < slots - max(0.25, TRY_STEP * slots):
                 self._waited(had, slots, odds, slots)
@@ -381,23 +387,41 @@ class SlotsLearner:
                 level.waited.pop()
             self._next_try(asked)
 
-    def _try_streams(self, asked: int, had: int) -> None:
+    def _try_streams(self, sent: _Sent, had: int) -> None:
         """Judge a try by the streams that were sent for it."""
-        slots, tried = self._number, self._tried
+        slots, tried, asked = self._number, self._tried, sent.asked
         if tried <= 0 or not slots + self._ahead < asked <= slots + self._ahead + tried:
             return
         level = self._level
         level.most = max(level.most, had)
         asked_mean, had_mean = level.test(asked, had)
+        level.room += self._room(sent)
         pays = had_mean - slots >= STEP_PAYS * (asked_mean - slots)
         if level.tests < (1 if not pays and slots < WITNESSES_MAX * 2 else max(2, tried)):
             return
+        if pays and not self._known and level.room < MORE_ODDS:
+            if level.tests < max(TRY_ANSWERS, slots):
+                return
+            pays = False
         if pays and not self._known:
             self._set(level.most, tried=2 * tried)
         else:
             way = (self._sent_s.value - self._freed_s.value) / (self._answer_s.value or math.inf)
             self._way_ahead = max(0, math.ceil(slots * (way - WAY_SPARED))) if math.isfinite(way) else 0
             self._rest(0)
+
+    def _room(self, sent: _Sent) -> float:
+        """Logarithm of the odds that a stream had room beyond the slots, against a wait for one of these.
+
+        Where answers end so soon after each other that it would hardly have waited, that shows nothing.
+        """
+        made_room = sent.ended - self._ends_forgotten + sent.asked - self._number - 1
+        took_s, service_s = self._now_s - sent.at_s, self._first_s.value or 0.0
+        left_s = self._now_s - self._ends[max(0, made_room)] if made_room < len(self._ends) else 0.0
+        if took_s <= 0.0 or service_s <= 0.0:
+            return 0.0
+        room, waited = (_density(seconds / service_s) for seconds in (took_s, left_s))
+        return math.log((room + FIT_LEAST) / (waited + FIT_LEAST))
 
     def _whole(self, sent: _Sent, now_s: float, tokens: float) -> None:
         """A whole answer has come, to a request that was sent at this limit."""

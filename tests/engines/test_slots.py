@@ -170,6 +170,18 @@ def test_few_requests_in_flight_prove_no_limit() -> None:
 
 
 @pytest.mark.parametrize("slots", [8, 16])
+def test_a_try_finds_no_slots_where_a_wait_would_be_shorter_than_a_first_token(slots: int) -> None:
+    """Answers of 0.06 s end so soon after each other that one request more hardly waits for 0.02 s."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        learner = SlotsLearner()
+        learner.restore({"slots": slots, "limit_reached": True})
+        engine = Engine(slots, learner, step_s=0.004, first_s=0.02, tokens=lambda rng=rng: rng.randint(5, 25))  # type: ignore[misc]
+        engine.answer(200)
+        assert slots <= learner.slots <= 1.1 * slots
+
+
+@pytest.mark.parametrize("slots", [8, 16])
 def test_streams_that_a_long_prompt_holds_up_are_no_sign_of_few_slots(slots: int) -> None:
     """Answers of 0.4 s, six a second: 2.4 slots are in use."""
     for seed in range(20):
