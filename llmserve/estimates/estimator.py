@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -63,14 +64,20 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     made_s     when
     positions  by request id, from 1
+    works_s    seconds of a slot of the requests before each start, and at last of all
     counters   of the request's share before each start; they never fall
     after      counter of each share once all of its requests have started
     """
 
     made_s: float
     positions: dict[int, int]
+    works_s: list[float]
     counters: list[float]
     after: dict[str, float]
+
+    def before_s(self, position: int) -> float:
+        """Seconds of a slot of the requests before a position, from 1."""
+        return self.works_s[min(position, len(self.works_s)) - 1]
 
 
 class Estimator:
@@ -91,8 +98,9 @@ class Estimator:
         if queued is None or queued.run is not None:
             return None
         queues = self._scheduler.models[queued.request.model]
-        position = self._snapshot(queues).positions.get(queued.request.id, queues.waiting)
-        return self._position_at(position, queues)
+        snapshot = self._snapshot(queues)
+        position = snapshot.positions.get(queued.request.id, queues.waiting)
+        return self._position_at(position, snapshot.before_s(position), queues)
 
     def start_s(self, call: InFlightCall) -> float | None:
         """Predicted seconds until a call starts, 0 when it runs; None: no engine of its model works.
@@ -119,7 +127,8 @@ class Estimator:
         counter = snapshot.after.get(request.share)
         if counter is None:
             counter = queues.fair.counter_of(request.share)
-        return self._position_at(bisect_right(snapshot.counters, counter) + 1, queues).wait_s
+        position = bisect_right(snapshot.counters, counter) + 1
+        return self._position_at(position, snapshot.before_s(position), queues).wait_s
 
     def room_s(self, request: Request) -> float | None:
         """Predicted seconds until a full queue takes a request like this; None: unknown.
@@ -193,7 +202,8 @@ class Estimator:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if now_s - kept.made_s < KEPT_S}
             waiting = in_turn(queues, self._scheduler.order)
             positions = {queued.request.id: position for position, queued in enumerate(waiting, 1)}
-            snapshot = self._snapshots[key] = Snapshot(now_s, positions, [], {})
+            works_s = [0.0, *accumulate([_seconds(queues, queued) for queued in waiting])]
+            snapshot = self._snapshots[key] = Snapshot(now_s, positions, works_s, [], {})
             for queued in waiting:
                 share = queued.share
                 snapshot.counters.append(counter := snapshot.after.get(share.name, share.served))
@@ -201,24 +211,28 @@ class Estimator:
         return snapshot
 
     def _rows(self, queues: ModelQueues) -> Iterator[WaitingRow]:
-        members: dict[tuple[str, int], list[tuple[int, QueuedRequest]]] = {}
+        members: dict[tuple[str, int], list[tuple[int, float, QueuedRequest]]] = {}
+        before_s = 0.0
         for position, queued in enumerate(in_turn(queues, self._scheduler.order), 1):
-            members.setdefault((queued.request.share, queued.bin), []).append((position, queued))
+            members.setdefault((queued.request.share, queued.bin), []).append((position, before_s, queued))
+            before_s += _seconds(queues, queued)
         for (share, bin_index), waiting in sorted(members.items()):
-            wait_s = self._position_at(waiting[0][0], queues).wait_s
-            oldest_s = self._now_s() - min([queued.arrived_at_s for _, queued in waiting])
+            position, before_s, _ = waiting[0]
+            wait_s = self._position_at(position, before_s, queues).wait_s
+            oldest_s = self._now_s() - min([queued.arrived_at_s for *_, queued in waiting])
             starts_s = None if wait_s is None else round(wait_s, 1)
             yield WaitingRow(queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
 
-    def _position_at(self, position: int, queues: ModelQueues) -> QueuePosition:
-        """The expected wait at a position of a model's queues.
+    def _position_at(self, position: int, before_s: float, queues: ModelQueues) -> QueuePosition:
+        """The expected wait at a position of a model's queues. before_s : seconds of a slot of the requests before it
 
-        Engines end requests of all models: the others that wait count by their share. Before the rate
-        of ends is known, the waiting requests follow the running calls in rounds.
+        The position starts once work as that before it has ended, and a mean request more: the slot of the last is
+        free then. Engines end requests of all models: the others that wait count by their share. Before the rate of
+        ends is known, the waiting requests follow the running calls in rounds.
         """
         group, no_engine = self._scheduler.group, queues.no_engine_since_s is not None
         share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
-        wait_s = None if no_engine else group.drain_time_s(round(position * share))
+        wait_s = None if no_engine else group.drain_time_s(before_s * share, share)
         if wait_s is None and not no_engine:
             wait_s = self._after_running_s(position, queues)
         return QueuePosition(position, wait_s, no_engine)
@@ -231,6 +245,10 @@ class Estimator:
         if rounds and not queues.service.answers:  # how long an answer takes is not known
             return None
         return ends_s[number] + rounds * queues.service.tokens_mean * queues.service.seconds_per_token
+
+
+def _seconds(queues: ModelQueues, queued: QueuedRequest) -> float:
+    return queues.seconds(int(queued.guessed), 0.0 if queued.guessed else queued.likely_tokens, queued.prompt_s)
 
 
 def in_turn(queues: ModelQueues, order: Order) -> list[QueuedRequest]:

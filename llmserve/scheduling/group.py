@@ -15,6 +15,8 @@ from llmserve.scheduling.queues.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
 
+Completed = tuple[ModelQueues, bool, float, float]  # of a request: its queues; guessed, likely_tokens, prompt_s
+
 
 class Group:
     """A serving group: waiting requests by model, and the engines that serve them. new_queues : makes a model's queues
@@ -24,8 +26,8 @@ class Group:
     present     requests that wait or run
     pool        the engines
     programs    what is known of programs, and what engines keep for them
-    rate        rate at which requests end
-    starts      rate at which waiting requests start, while programs come
+    rate        rate at which the work of requests ends
+    starts      rate at which that of waiting requests starts, while programs come
     arrived_in  queues in which requests have arrived since the last dispatch
     without_engine  queues of models that no working engine serves
     wake_at_s   when more could start without an event; None: not before the next event
@@ -37,7 +39,7 @@ class Group:
         self.present = 0
         self.pool = EnginePool()
         self.programs = programs
-        self.rate, self.starts = CompletionRate(), CompletionRate()
+        self.rate, self.starts = CompletionRate[Completed](), CompletionRate[Completed]()
         self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []
         self.planned: list[ModelQueues] = []  # queues whose release follows plans
@@ -114,18 +116,33 @@ class Group:
         """A request starts while programs come."""
         self.programs.started(queued, engine, now_s)
         if now_s > queued.arrived_at_s:
-            self.starts.observe(now_s, 1)
+            self.starts.observe(now_s, self.completed(queued))
         if not self.tally.waiting:
             self.starts.idle()
 
-    def drain_time_s(self, waiting: int) -> float | None:
-        """Predicted seconds until so many waiting requests have started; None: unknown.
+    def ended(self, queued: QueuedRequest, now_s: float) -> None:
+        """A request has left its engine, for good."""
+        self.rate.observe(now_s, self.completed(queued))
 
-        Each end lets another request start, so the rate of ends tells it. But the end of a program's step lets only
-        the program's next step start, where memory is short: then the starts of those that have waited tell it.
+    def completed(self, queued: QueuedRequest) -> Completed:
+        """What the rates keep of a request."""
+        return self.queues[queued.request.model], queued.guessed, queued.likely_tokens, queued.prompt_s
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of a slot that all waiting requests take."""
+        return sum([queues.waiting_s for queues in self.tally.queues.values()])
+
+    def drain_time_s(self, work_s: float, further: float = 0.0) -> float | None:
+        """Predicted seconds until waiting requests of so many seconds of a slot have started, and so many mean requests
+        more; None: unknown.
+
+        Each end lets another request start, so the rate at which work ends tells it. But the end of a program's step
+        lets only the program's next step start, where memory is short: then the starts of those that have waited tell
+        it.
         """
-        starts_s = self.starts.drain_time_s(waiting)
-        return self.rate.drain_time_s(waiting) if starts_s is None else starts_s
+        starts_s = self.starts.drain_time_s(work_s, _seconds, further)
+        return self.rate.drain_time_s(work_s, _seconds, further) if starts_s is None else starts_s
 
     def idle(self) -> None:
         """Nothing waits or runs."""
@@ -160,6 +177,11 @@ class Group:
         if self.pool.resting:
             dues_s += self.pool.rests_end_s(now_s)
         self.wake_at_s = min(dues_s) if dues_s else None
+
+
+def _seconds(completed: Completed) -> float:
+    queues, guessed, tokens, prompt_s = completed
+    return queues.seconds(int(guessed), 0.0 if guessed else tokens, prompt_s)
 
 
 class Forming:

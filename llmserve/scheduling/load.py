@@ -103,12 +103,6 @@ class Load:
         queued.decay_s = self.waits.decay_s
         return changed
 
-    def expect(self, queued: QueuedRequest, tokens: float) -> None:
-        """Give a waiting request another forecast."""
-        self.work_us -= queued.work_us
-        queued.expect(tokens, self.calibration.tokens(tokens))
-        self.work_us += queued.work_us
-
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
         """Learn from an answer."""
         if output_tokens > 0 and (forecast := queued.request.expected_tokens):

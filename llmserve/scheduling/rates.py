@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
@@ -78,24 +83,34 @@ class Arrivals:
         return tuple(self._shares)
 
 
-class CompletionRate:
-    """Completions per second of busy time, over the last `memory` completions."""
+class CompletionRate(Generic[T]):
+    """Work completed per second of busy time, over the last `memory` completions. T : what was completed
+
+    The seconds of what has ended are asked for as late as those of what waits. So both are told by the same forecasts
+    and speeds, and an error that all of them have in common is none here.
+    """
 
     def __init__(self, memory: int = 64) -> None:
-        self._times_s: deque[float] = deque(maxlen=memory)
+        self._ends: deque[tuple[float, T]] = deque(maxlen=memory)
 
-    def observe(self, now_s: float, completions: int) -> None:
-        self._times_s.extend([now_s] * completions)
+    def observe(self, now_s: float, completed: T) -> None:
+        self._ends.append((now_s, completed))
 
     def idle(self) -> None:
         """Forget all completions, because nothing is left to run: the idle time must not count as busy."""
-        self._times_s.clear()
+        self._ends.clear()
 
-    def drain_time_s(self, waiting: int) -> float | None:
-        """Predicted seconds until `waiting` requests have ended; None before two distinct completion times."""
-        if len(self._times_s) < 2 or self._times_s[-1] <= self._times_s[0]:
+    def drain_time_s(self, work_s: float, seconds_of: Callable[[T], float], further: float = 0.0) -> float | None:
+        """Predicted seconds until work has ended, and that of so many mean requests more; None before two distinct
+        completion times. work_s : seconds of a slot.  seconds_of : likewise, of what was completed
+        """
+        ends = self._ends
+        if len(ends) < 2 or ends[-1][0] <= ends[0][0]:
             return None
-        return waiting * (self._times_s[-1] - self._times_s[0]) / (len(self._times_s) - 1)
+        completed_s = sum([seconds_of(completed) for _, completed in islice(ends, 1, None)])
+        passed_s = ends[-1][0] - ends[0][0]
+        rest = work_s / completed_s if completed_s > 0 else 0.0
+        return (rest + further / (len(ends) - 1)) * passed_s
 
 
 class ServiceTime:

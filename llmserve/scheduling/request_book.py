@@ -99,8 +99,9 @@ class RequestBook:
 
     def end(self, runs: Sequence[Run]) -> None:
         """Forget the requests of one batch, and count their completions."""
+        for run in runs:
+            self._group.ended(run.queued, self.now_s)
         self.forget([run.queued for run in runs])
-        self._group.rate.observe(self.now_s, len(runs))
 
     def forget(self, requests: Sequence[QueuedRequest]) -> None:
         """Remove requests of one model."""
@@ -123,8 +124,8 @@ class RequestBook:
         self.report_failed(queued.request.id, reason)
 
     def report_failed(self, request_id: int, reason: FailReason) -> None:
-        waiting = self._group.tally.waiting
-        retry_after_s = None if reason == "deadline_exceeded" else self._group.drain_time_s(waiting)
+        group = self._group
+        retry_after_s = None if reason == "deadline_exceeded" else group.drain_time_s(group.waiting_s)
         self.actions.append(FailRequest(request_id, reason, retry_after_s))
 
     def fail_late(self) -> None:

@@ -139,6 +139,22 @@ def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> N
     assert (place.position, place.wait_s) == (1, 2.0)
 
 
+def test_who_waits_behind_long_answers_is_told_a_longer_wait_than_behind_as_many_short_ones() -> None:
+    scheduler = scheduler_of()
+    for request_id in range(1, 5):
+        arrive(scheduler, request_id)
+    for request_id in range(4):  # one of 4 tokens ends each 2 s
+        scheduler.handle(RequestEnded("gpu0", request_id, "completed", 4.0), 2.0 * request_id + 2.0)
+    for request_id, tokens in ((5, 40.0), (6, 4.0), (7, 4.0)):
+        arrive(scheduler, request_id, tokens, 8.0)
+    engines = Engines(scheduler)
+    engines.at_s = 8.0
+    waits_s = [place.wait_s for number in (5, 6, 7) if (place := engines.estimator.position_of(call(number)))]
+    assert waits_s == [pytest.approx(2.0), pytest.approx(22.0), pytest.approx(24.0)]
+    (row,) = engines.estimator.rows()
+    assert row.next_starts_s == pytest.approx(2.0)
+
+
 def test_after_a_pause_the_wait_counts_the_answers_before_by_the_mean_answer() -> None:
     scheduler = scheduler_of()
     scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 2.0)  # now idle: the rate of ends is forgotten

@@ -271,6 +271,22 @@ def test_a_full_queue_refuses_with_the_time_it_will_take_to_drain() -> None:
     assert arrive(scheduler, 7, now_s=2.0) == [FailRequest(7, "queue_full", retry_after_s=2.0)]
 
 
+def test_a_queue_of_long_answers_takes_longer_to_drain_than_one_of_as_many_short_ones() -> None:
+    """By the forecasts: the answers that have ended were of 100 tokens, one each second."""
+    advised_s = []
+    for tokens in (10.0, 100.0, 1_000.0):
+        scheduler = new_scheduler(REFILL, release="greedy", order="fffs", queue_requests_max=2)
+        arrive(scheduler, *[Request(number, 100.0) for number in range(1, 5)])
+        for number in range(1, 5):
+            step(scheduler, RequestEnded("gpu0", number, "completed", 100), 1.0 * number)
+            if number < 3:
+                arrive(scheduler, Request(10 + number, 100.0), now_s=1.0 * number)
+        arrive(scheduler, Request(20, tokens), Request(21, tokens), now_s=4.0)
+        (refused,) = arrive(scheduler, Request(22, 100.0), now_s=4.0)
+        advised_s.append(refused.retry_after_s)
+    assert advised_s == pytest.approx([0.2, 2.0, 20.0])
+
+
 def test_a_deadline_that_passes_in_the_queue_costs_no_engine() -> None:
     scheduler = new_scheduler(BARRIER)
     arrive(scheduler, 1, 2)

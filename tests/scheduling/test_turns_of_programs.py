@@ -478,7 +478,7 @@ def test_the_expected_start_of_a_waiting_program_follows_from_the_ends_of_turns_
             (running,) = agents.ask(program, 50 + number, number)
         agents.now_s += 1.0
         (running,) = agents.end(running)
-    assert agents.scheduler.group.drain_time_s(2) == pytest.approx(10.0)
+    assert agents.scheduler.group.drain_time_s(0.0, 2) == pytest.approx(10.0)
 
 
 def test_a_full_queue_refuses_new_programs_and_no_step_of_one_that_has_begun() -> None:

@@ -15,7 +15,7 @@ from llmserve.scheduling.choice.moment_choice import MomentChoice
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.memory import is_large
-from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.queues.waiting import Amount, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 
@@ -69,6 +69,12 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
         assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
         own = [queued for queued in requests.values() if queued.request.model == model]
         assert queues.present == len(own), f"{model!r} has {len(own)} requests, not {queues.present}"
+        amount = Amount()
+        for queued in own:
+            if queued.run is None:
+                amount.add(queued)
+        told = [(one.guessed, one.tokens, one.prompt_us) for one in (amount, queues.amount)]
+        assert told[0] == told[1], f"{model!r} has {told[0]} to do, not {told[1]}"
         if queues.load is not None:
             work_us = sum([queued.work_us for queued in own if queued.run is None])
             assert queues.load.work_us == work_us, f"{model!r} has {work_us} us of waiting work, not its load's"

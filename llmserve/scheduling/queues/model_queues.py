@@ -16,7 +16,7 @@ from llmserve.scheduling.prefills import is_long
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.oldest import Oldest
-from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
+from llmserve.scheduling.queues.waiting import Amount, BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
 from llmserve.scheduling.work import PromptTime, Work
@@ -94,7 +94,7 @@ class ModelQueues:
         self.bins = [queue(index) for index in range(binning.edges.bins)]
         self._unsorted: list[FormedBatch] | None = None  # formed batches with stale keys; None: all, and the bins, too
         self.fair = FairShares()
-        self.waiting = 0  # requests in bins and in formed batches
+        self.waiting, self.amount = 0, Amount()  # requests in bins and in formed batches, and what they have to do
         self.present = 0  # requests that wait or run
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
@@ -116,19 +116,31 @@ class ModelQueues:
         elif self.no_engine_since_s is None:
             self.no_engine_since_s = now_s
 
-    def _count(self, requests: int, work_us: int) -> None:
-        """Count requests that begin to wait, or with negative numbers requests that cease to. work_us : see Load"""
+    def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
+        """Count requests that begin to wait, or with -1 requests that cease to."""
         if not self.waiting:
             self.tally.queues[self.model] = self
-        self.waiting += requests
-        self.tally.waiting += requests
-        if self.load is not None:
-            self.load.work_us += work_us
+        number = sign * len(requests)
+        self.waiting += number
+        self.tally.waiting += number
+        for queued in requests:
+            self._count_work(queued, sign)
         if not self.waiting:
             del self.tally.queues[self.model]
 
-    def _work_us(self, requests: Iterable[QueuedRequest]) -> int:  # counted for orders that follow the load only
-        return sum([queued.work_us for queued in requests]) if self.load is not None else 0
+    def _count_work(self, queued: QueuedRequest, sign: int) -> None:
+        self.amount.add(queued, sign)
+        if self.load is not None:
+            self.load.work_us += sign * queued.work_us
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of a slot that the waiting requests take, at the present speeds."""
+        return self.seconds(self.amount.guessed, self.amount.tokens, 1e-6 * self.amount.prompt_us)
+
+    def seconds(self, guessed: int, tokens: float, prompt_s: float) -> float:
+        """Seconds of a slot of requests, at the present speeds. guessed, tokens : of their answers, see Amount"""
+        return self.work(guessed * self.service.tokens_mean + tokens, 0.0).answer_s + prompt_s
 
     # ---- arrivals ----
 
@@ -148,7 +160,7 @@ class ModelQueues:
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))
         queue.append(queued)
-        self._count(1, queued.work_us if load is not None else 0)
+        self._count((queued,))
         if self.oldest is not None:
             self.oldest.add(queued)
         return queued, queue
@@ -183,6 +195,7 @@ class ModelQueues:
             request.total_tokens(expected),
             prompt_s=work.prompt_s,
             cached_tokens=cached_tokens,
+            guessed=not forecast,
         )
 
     def is_long(self, prompt_s: float) -> bool:
@@ -201,7 +214,7 @@ class ModelQueues:
         requests = batch.requests.values()
         for queued in requests:
             queued.share.wait()
-        self._count(len(requests), self._work_us(requests))
+        self._count(requests)
 
     def reorder(self, order: Ordering) -> None:
         """Sort all waiting requests by another order."""
@@ -253,10 +266,9 @@ class ModelQueues:
             queued.revise(changed, self.binning.score(changed), self.binning.judges_by(queued))
             self.binning.observe(queued.score)
             if tokens := self.binning.forecast(changed):
-                if self.load is not None:
-                    self.load.expect(queued, tokens)
-                else:
-                    queued.expect(tokens, tokens)
+                self._count_work(queued, -1)
+                queued.expect(tokens, self.load.likely_tokens(tokens, tokens) if self.load is not None else tokens)
+                self._count_work(queued, 1)
             if batch is not None:
                 self.formed.sort_again((batch,))
             elif self._bin_of(queued) == queue.index:
@@ -277,7 +289,7 @@ class ModelQueues:
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
         self._note_ages(requests)
-        self._count(len(requests), self._work_us(requests))
+        self._count(requests)
         return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, engine: str) -> None:
@@ -287,7 +299,7 @@ class ModelQueues:
         batch.come_back(engine)
         self.formed.push_returned(batch)
         self._note_ages(batch.requests.values())
-        self._count(len(batch.requests), self._work_us(batch.requests.values()))
+        self._count(batch.requests.values())
 
     def _join_share(self, queued: QueuedRequest) -> None:
         """Let a request wait in its share."""
@@ -348,7 +360,7 @@ class ModelQueues:
         else:
             self.formed.remove(queued)
         queued.share.leave()
-        self._count(-1, -self._work_us((queued,)))
+        self._count((queued,), -1)
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
         """Take the first `count` requests of a formed batch, for an engine to run; then charge each.
@@ -356,7 +368,7 @@ class ModelQueues:
         turn : for the engine's own order
         """
         started = self.formed.take(batch, count)
-        self._count(-len(started), -self._work_us(started))
+        self._count(started, -1)
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 

@@ -30,6 +30,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
                      runs, its engine; once it has ended, what the engine has told, if anything
     service_s        likely time on a slot, by the seconds a token at the arrival; service_mean_s : of the mean answer
     prompt_s         part of service_s that the prompt takes
+    guessed          whether the answer has no forecast, so that it counts as the mean answer
     total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
     decay_s          decay of the tail of the model's wait, when the request was last sorted
     pace_s           seconds from one start of the model's requests to the next: service_mean_s over the slots
@@ -69,6 +70,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     share: Share = NOBODY
     charged: float = 0.0
     turn: Turn | None = None
+    guessed: bool = False
 
     @property
     def deadline_s(self) -> float:
@@ -93,7 +95,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def expect(self, tokens: float, likely: float) -> None:
         """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
-        self.expected_tokens, self.likely_tokens = tokens, likely
+        self.expected_tokens, self.likely_tokens, self.guessed = tokens, likely, False
         self.total_tokens = self.request.total_tokens(tokens)
 
     def revise(self, request: Request, score: float | None, judged: tuple[Request, float | None] | None) -> None:
@@ -121,6 +123,27 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Take the charge back, for the run was in vain. Call when the request waits again, or has failed."""
         self.share.charge(-self.charged)
         self.charged = 0.0
+
+
+class Amount:
+    """What requests have to do, in quantities of which the seconds are learnt later, too; whole, so that sums return to
+    exactly zero.
+
+    guessed  answers without a forecast.  tokens : likely, of the others.  prompt_us : of a slot
+    """
+
+    __slots__ = ("guessed", "prompt_us", "tokens")
+
+    def __init__(self) -> None:
+        self.guessed = self.tokens = self.prompt_us = 0
+
+    def add(self, queued: QueuedRequest, sign: int = 1) -> None:
+        if queued.guessed:
+            self.guessed += sign
+        else:
+            self.tokens += sign * round(queued.likely_tokens)
+        if queued.prompt_s:
+            self.prompt_us += sign * round(1e6 * queued.prompt_s)
 
 
 def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
