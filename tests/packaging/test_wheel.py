@@ -140,7 +140,8 @@ def test_every_command_prints_its_flags_without_an_extra(installed: Installed):
     [
         (
             "serve --port 0",
-            "the embedded engine needs torch: pip install 'llmserve[embedded]', or name a server with --engine URL",
+            "no engine answers on this machine (ports 8000, 8001, 8080, 11434, 1234, 30000): name one with "
+            "--engine URL, or for the demo model pip install 'llmserve[embedded]'",
         ),
         ("train --data absent.jsonl --output folder", "training needs torch: pip install 'llmserve[train]'"),
         (

@@ -23,6 +23,7 @@ from server_process import Server, all_ended, failed_start
 from tiny_llama import save_tiny_llama
 
 from llmserve.__main__ import main
+from llmserve.commands import serve
 from llmserve.commands.serve import _print_address, _wait_for_engine
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.settings.dispatch import DispatchConfig
@@ -183,12 +184,15 @@ def test_the_error_of_a_missing_model_folder_quotes_the_engine() -> None:
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+def refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str]]]:
     """`refusal(*flags)`: exit status and output of a `llmserve serve` in this process that cannot start. It has a free
-    port, unless the flags name another.
+    port, unless the flags name another, and looks for no engine on this machine.
 
     The output includes the log: pytest's log handlers are replaced by those of a real process.
     """
+    monkeypatch.setattr(serve, "looks_around", lambda *_: False)
     loggers = [logging.getLogger(name) for name in ("", "asyncio")]
     settings_before = [(logger.level, logger.handlers) for logger in loggers]
 
@@ -210,7 +214,7 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded(refusal: Callable[.
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--batch-sise", "4"], ["--predictor", "/nowhere"]])
+@pytest.mark.parametrize("flags", [["--batch-sise", "4"], ["--predictor", "/nowhere", "--engine", "embedded"]])
 def test_a_wrongly_configured_process_ends_with_status_2_and_one_line(flags: list[str]) -> None:
     status, error = failed_start("--port", "0", *flags)
     assert (status, error.count("\n")) == (2, 1), error
