@@ -24,6 +24,7 @@ MARKS_MAX = 131_072  # places to go on from: some 25 MB
 ALIKE_MAX = 32  # programs that may go on from one place: equal prompts
 KINDS_MAX = 4_096
 FORGOTTEN_AFTER_S = 12 * 3600.0
+PAUSE_S = 60.0  # from the arrival of a completion, after which the next one begins a turn
 ID_BYTES = 6
 IDS = (1 << 8 * ID_BYTES) - 1
 NOTHING = ("", b"")
@@ -53,10 +54,13 @@ class KnownProgram:
         self.tools = False
 
     def goes_on(self, trail: Trail, now_s: float) -> None:
-        """Take one more request. A prompt without a person's message goes on with the turn."""
+        """Take one more request. A prompt without a person's message goes on with the turn; one without turns does so
+        soon after the request before, for a person takes longer.
+        """
         self.running += 1
+        is_late = bool(trail.blocks) and now_s - self.seen_s > PAUSE_S
+        self.step = 1 if is_late else trail.step or self.step + 1
         self.seen_s = now_s
-        self.step = trail.step or self.step + 1
         if trail.marks:
             self.mark = trail.marks[-1]
         if trail.about[1]:

@@ -209,6 +209,16 @@ def test_a_completion_whose_prompt_goes_on_from_an_earlier_one_is_the_next_step_
     assert completed(asking, prompts[1], model="other").program != drafts[0].program
 
 
+def test_a_completion_that_comes_after_a_pause_begins_a_turn_of_its_program() -> None:
+    asking = Asking()
+    drafts = []
+    for number, at_s in enumerate((0.0, 50.0, 100.0, 100.1 + limits.PAUSE_S, 200.0)):
+        asking.now_s = at_s
+        drafts.append(completed(asking, RULES_TEXT + number * "more"))
+    assert len({draft.program for draft in drafts}) == 1
+    assert [draft.step for draft in drafts] == [1, 2, 3, 1, 2]
+
+
 def test_completions_that_share_a_beginning_stay_apart() -> None:
     asking = Asking()
     questions = [completed(asking, f"{RULES_TEXT} {number}?") for number in range(100, 200)]
