@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from kit.rows import Row
 from make.programs import Drawing
+from questions.turns import reachable, vllm
 from questions.turns import run as study
-from questions.turns import vllm
 from questions.turns.thunder import TICK_S, ThunderAgent
 
+from llmserve.request import Request
+from llmserve.scheduling.programs.turn import Program
+from llmserve.scheduling.work import Work
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.program_run import run_programs
 from llmserve.simulation.programs import Outcome, SessionOf, World
@@ -108,3 +112,12 @@ def test_what_a_further_sequence_takes_follows_from_the_rate_of_sessions_side_by
         step_s = 0.02 + 2 * each_s
         costs = alone.with_rate(sessions, 3, requests_per_s=3 / (10 * step_s + 3 * 0.1))
         assert costs.sequence_s == pytest.approx(each_s)
+
+
+def test_the_oracle_knows_the_steps_that_remain_of_a_turn() -> None:
+    one = agent("a", 0.0, step(100, 10, tool="t", tool_s=1.0), step(20, 30, tool="t", tool_s=1.0), step(1, 2))
+    oracle = reachable.Oracle()
+    oracle.read(World([msgspec.convert(one, SessionOf)]))
+    times = SimpleNamespace(work=lambda tokens, prompt_tokens: Work(tokens, prompt_tokens))
+    further_s = [oracle.further_s(Request(number), Program(), times) for number in range(3)]
+    assert further_s == [20 + 30 + 1 + 2, 1 + 2, 0]

@@ -31,7 +31,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,9 +51,10 @@ from make.programs import Drawing, Shape
 from bins.curve import Curve
 from bins.profile import Profile
 from llmserve.engines.process import free_ports
+from llmserve.scheduling.programs.programs import Programs
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.program_run import run_programs
-from llmserve.simulation.programs import Outcome, SessionOf
+from llmserve.simulation.programs import Outcome, SessionOf, World
 from llmserve.simulation.scenario import Scenario
 from questions.turns.agents import Agents, Texts, ask
 from questions.turns.run import QUANTITIES, over, policy_of
@@ -234,7 +235,16 @@ def side_by_side(sessions: Sequence[SessionOf], kv_tokens: int) -> int:
     return max(1, min(SLOTS, round(WARM_SHARE * kv_tokens / statistics.fmean(sizes))))
 
 
-def simulated(sessions: Sequence[SessionOf], rate: float, kv_tokens: int, costs: Costs, arrangement: str) -> Outcome:
+def simulated(
+    sessions: Sequence[SessionOf],
+    rate: float,
+    kv_tokens: int,
+    costs: Costs,
+    arrangement: str,
+    programs: Programs | None = None,
+    shown_to: Callable[[World], None] | None = None,
+) -> Outcome:
+    """programs : None: the arrangement's own.  shown_to : gets all that will be asked"""
     straight = arrangement == DIRECT
     scheduling = SchedulingConfig(order="fffs" if straight else None).resolved(False)
     coming = [msgspec.structs.replace(one, arrival_s=one.arrival_s / rate) for one in sessions]
@@ -245,18 +255,23 @@ def simulated(sessions: Sequence[SessionOf], rate: float, kv_tokens: int, costs:
         source="Measured at the beginning of the run.",
     )
     with tempfile.TemporaryDirectory() as folder:
-        programs, engine_file = Path(folder, "programs.jsonl"), Path(folder, "engine.json")
-        programs.write_bytes(b"".join([msgspec.json.encode(one) + b"\n" for one in coming]))
+        file, engine_file = Path(folder, "programs.jsonl"), Path(folder, "engine.json")
+        file.write_bytes(b"".join([msgspec.json.encode(one) + b"\n" for one in coming]))
         profile.save(engine_file)
         scenario = Scenario(
-            programs=str(programs),
+            programs=str(file),
             profile=str(engine_file),
             kv_tokens=kv_tokens,
             slots=SLOTS,
             step_tokens=STEP_TOKENS,
         )
         return run_programs(
-            scenario, scheduling, straight=straight, named=not straight, programs=policy_of(arrangement)
+            scenario,
+            scheduling,
+            straight=straight,
+            named=not straight,
+            programs=programs or policy_of(arrangement),
+            mistakes=shown_to,
         )
 
 
