@@ -32,6 +32,7 @@ COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
     "bench": "measure the throughput gain of bins on a real engine",
     "chat": "talk to a model of a running server, in the terminal",
     "doctor": "say what is wrong or slow in a server or its settings",
+    "keys": "create, list, revoke and hash keys of a file",
     "queue": "show who waits in a running server, and for how long",
     "batch": "run a file of requests, or show a server's batches",
     "up": "start engines, groups and gateways on a Ray cluster",
@@ -41,6 +42,7 @@ COMMANDS = {  # modules of llmserve.commands, each with add_arguments and main
 }
 USAGE = {
     "serve": "[options] [-- VLLM_OPTIONS]",
+    "keys": "create NAME | list | revoke NAME | hash --api-key-file FILE",
     "queue": "[--url URL] --key-file FILE [--json]",
     "chat": "[QUESTION] [--url URL] [--key-file FILE] [--model NAME]",
     "completion": "bash | zsh | fish",

@@ -14,7 +14,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.http.client import HttpClient, WholeAnswer
 from llmserve.http.connecting import HttpError
-from llmserve.tenants.key_file import read_keys
+from llmserve.tenants.key_file import read_key_to_send
 
 ANSWER_S = 10.0
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -42,7 +42,7 @@ def add_server(parser: argparse.ArgumentParser, *, what: str = "", own_flags: bo
 
 def key_of(args: argparse.Namespace) -> str | None:
     """The key that is sent; None: none. Raises ConfigError for a bad file."""
-    return next(iter(read_keys(args.key_file).values())) if args.key_file is not None else None
+    return read_key_to_send(args.key_file) if args.key_file is not None else None
 
 
 class Place:

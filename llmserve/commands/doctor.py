@@ -25,7 +25,7 @@ from llmserve.doctor.finding import LEVELS, Finding, Level
 from llmserve.errors import ConfigError, NoAnswer
 from llmserve.observe.scrape import Scrape
 from llmserve.settings import load as configuration
-from llmserve.tenants.key_file import read_keys
+from llmserve.tenants.key_file import read_key_to_send
 
 NEEDS_KEY = "shows its metrics with a key only: give --key-file FILE, its --admin-key-file, or ask its --metrics-port"
 WIDTH = 100
@@ -94,7 +94,7 @@ def of_configuration(file: str) -> list[Finding]:
 def of_server(url: str, key_file: Path | None, seconds: float) -> list[Finding]:
     from llmserve.doctor import running as doctor_running
 
-    key = next(iter(read_keys(key_file).values())) if key_file is not None else None
+    key = read_key_to_send(key_file) if key_file is not None else None
     scrape = scraped(url, key)
     if "llmserve_build_info" not in scrape:
         raise NoAnswer(f"{url} is no llmserve, or one of before 0.1.0")

@@ -4,6 +4,7 @@ authentication : API keys
 buckets        : buckets of requests or tokens a minute, and what counts against the limits of a key
 budgets        : what keys have spent of their budgets by day and month, in memory and in the usage file
 guards         : who may use a path of the server's own API
+key_editing    : creates, revokes and hashes keys in the file of keys
 key_file       : the file of API keys
 keys           : the keys and limits of a server, from its settings
 limits         : the limits of each key

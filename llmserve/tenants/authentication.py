@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Mapping
 
 from llmserve.errors import Unauthorized
+from llmserve.tenants.key_file import digest_of
 from llmserve.tenants.tokens import Tokens
 
 
 class Keys:
     """Checks keys, and tokens of an identity provider. A key is looked up by its SHA-256 digest.
 
-    The time of a look-up can tell of digests only, and no key follows from a part of its digest. keys : name -> key
+    The time of a look-up can tell of digests only, and no key follows from a part of its digest.
+    keys : name -> key, or its digest; see key_file.digest_of
     tokens  that clients may send in place of a key; None: none
     """
 
@@ -22,7 +24,7 @@ class Keys:
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        self._names = {_digest(key): name for name, key in keys.items()}
+        self._names = {digest_of(key): name for name, key in keys.items()}
 
     @property
     def required(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +20,7 @@ from llmserve.runtime.private_file import warn_if_shared
 from llmserve.settings.load import takes
 from llmserve.spelling import nearest
 
+HASHED = re.compile(r"sha256:[0-9a-f]{64}")
 TABLES = ("keys", "tenants", "prices")
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -129,7 +132,7 @@ def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
             raise ConfigError(f"{place}: a tenant has no key: its clients send tokens")
         _, tenants[name] = _key_of_table("tenant", {**table, "key": "-"}, place)
         _check_prices(tenants[name], place, prices)
-    if len(set(keys.values())) < len(keys):
+    if len(set(map(digest_of, keys.values()))) < len(keys):
         raise ConfigError(f"{path}: two names have the same key")
     if not keys and not tenants:
         raise ConfigError(f"{path} has no API key")
@@ -139,6 +142,36 @@ def read_key_file(path: Path, *, warns: bool = True) -> KeyFile:
 def _check_prices(policy: KeyPolicy, place: str, prices: Mapping[str, Price]) -> None:
     if not prices and (policy.budgets.money_per_day or policy.budgets.money_per_month):
         raise ConfigError(f'{place}: a budget of money needs prices, [prices."MODEL"]')
+
+
+def digest_of(entry: str) -> bytes:
+    """The SHA-256 digest of a key in a file, which has the key or its digest. Never of a key that was sent."""
+    return bytes.fromhex(entry.removeprefix("sha256:")) if HASHED.fullmatch(entry) else sha256(entry.encode()).digest()
+
+
+def hashed(key: str) -> str:
+    """What a file may have in the place of a key."""
+    return f"sha256:{sha256(key.encode()).hexdigest()}"
+
+
+def read_key_to_send(path: Path) -> str:
+    """The first key of a file, to be sent. Raises ConfigError, also when the file has its digest only."""
+    key = next(iter(read_keys(path).values()))
+    if HASHED.fullmatch(key):
+        raise ConfigError(f"{path} has the digest of its first key: give a file with the key itself")
+    return key
+
+
+def key_rows(file: KeyFile) -> list[dict[str, Any]]:
+    """What operators see of the keys of a file: everything but the keys. limits : of the key, those that are set"""
+    rows = []
+    for name, key in sorted(file.keys.items()):
+        policy = file.policies.get(name, KeyPolicy())
+        fields = {**msgspec.structs.asdict(policy.limits), **msgspec.structs.asdict(policy.budgets)}
+        limits = {field: value for field, value in fields.items() if value is not None}
+        is_hashed = HASHED.fullmatch(key) is not None
+        rows.append({"name": name, "hashed": is_hashed, "weight": policy.weight, "limits": limits})
+    return rows
 
 
 def read_keys(path: Path, *, warns: bool = True) -> Mapping[str, str]:
@@ -157,16 +190,17 @@ def _keys_of_lines(path: Path, *, warns: bool) -> dict[str, str]:
     byte order mark, or a key that an HTTP header cannot carry.
     """
     keys: dict[str, str] = {}
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     for number, line in enumerate(_text(path, warns=warns).split("\n"), start=1):
         text = line.strip(" \t\r")
         if not text or text.startswith("#"):
             continue
-        name, key = _name_and_key(text, number, f"{path}, line {number}")
-        if name in keys or key in seen:
+        name, key = name_and_key(text, number)
+        _check(name, key, f"{path}, line {number}")
+        if name in keys or digest_of(key) in seen:
             raise ConfigError(f"{path}, line {number}: this name or key is in the file twice")
         keys[name] = key
-        seen.add(key)
+        seen.add(digest_of(key))
     if not keys:
         raise ConfigError(f"{path} has no API key")
     return keys
@@ -183,11 +217,12 @@ def _text(path: Path, *, warns: bool) -> str:
         raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
 
 
-def _name_and_key(text: str, number: int, place: str) -> tuple[str, str]:
+def name_and_key(text: str, number: int) -> tuple[str, str]:
+    """Of a line. number : of the line, which names a key without a name"""
     first, separator, rest = text.partition(":")
-    name, key = (first.strip(" \t"), rest.strip(" \t")) if separator else (f"key{number}", text)
-    _check(name, key, place)
-    return name, key
+    if HASHED.fullmatch(text) or not separator:
+        return f"key{number}", text
+    return first.strip(" \t"), rest.strip(" \t")
 
 
 def _check(name: str, key: str, place: str) -> None:

@@ -12,7 +12,7 @@ from llmserve.settings.deadlines import DefaultDeadlines
 from llmserve.settings.tree import Config
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.issuer_keys import check_issuer
-from llmserve.tenants.key_file import KeyFile, Limits, read_key_file, read_keys
+from llmserve.tenants.key_file import KeyFile, Limits, digest_of, read_key_file, read_keys
 from llmserve.tenants.tokens import TokenRules, Tokens
 
 USAGE_FILE = "usage.sqlite"
@@ -36,7 +36,7 @@ def keys_of(config: Config, *, warns: bool = True) -> KeyFile:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
     if server.gateway_key_file is not None:
         (key,) = read_keys(Path(server.gateway_key_file), warns=warns).values()
-        if key in file.keys.values():
+        if digest_of(key) in map(digest_of, file.keys.values()):
             raise ConfigError(f"{server.gateway_key_file}: a client has the gateways' key, too")
         file = replace(file, keys={**file.keys, GATEWAY: key})
     return file

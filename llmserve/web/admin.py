@@ -1,14 +1,18 @@
 """Endpoints for operators. All need the admin key.
 
-Who waits; list the engines; drain, resume or restart one; show what keys use; read keys, limits and engines again.
+Who waits; list the engines; drain, resume or restart one; create and revoke keys, and show what they use; read keys,
+limits and engines again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +26,11 @@ from llmserve.live.handle import EngineHandle
 from llmserve.machines.peers import Peers, ToServer
 from llmserve.observe.programs_seen import programs_seen
 from llmserve.tenants.guards import Guard
+from llmserve.tenants.key_editing import create_key, revoke_key
+from llmserve.tenants.key_file import key_rows, read_key_file
 from llmserve.tenants.limits import KeyLimits
+
+T = TypeVar("T")
 
 PROGRAMS_MAX = 1000  # of the answer of /admin/queue
 ORDERS = {"drain": EngineEvent.DRAIN, "resume": EngineEvent.RESUME, "restart": EngineEvent.RESTART}
@@ -33,11 +41,19 @@ class AdminEndpoints:
 
     limits  of the clients' keys
     reload  reads keys, limits and engines again. Raises ConfigError
+    key_file  of the clients' keys; None: there is none
     """
 
     def __init__(
-        self, cluster: LiveCluster, admin_key: Guard, limits: KeyLimits, reload: Callable[[], Awaitable[None]]
+        self,
+        cluster: LiveCluster,
+        admin_key: Guard,
+        limits: KeyLimits,
+        reload: Callable[[], Awaitable[None]],
+        key_file: Path | None = None,
     ) -> None:
+        self._key_file = key_file
+        self._changing_keys = asyncio.Lock()
         self._cluster = cluster
         self._fleet = cluster.fleet
         self._limits = limits
@@ -49,6 +65,9 @@ class AdminEndpoints:
             route("GET", "/admin/engines", self.list_engines, guard=admin_key),
             route("GET", "/admin/usage", self.usage, guard=admin_key),
             route("POST", "/admin/reload", self.reload, guard=admin_key),
+            route("GET", "/admin/keys", self.list_keys, guard=admin_key),
+            route("POST", "/admin/keys", self.create_key, guard=admin_key.with_body),
+            route("DELETE", "/admin/keys/{name:path}", self.revoke_key, guard=admin_key),
             route("POST", "/admin/peers", self.peers, guard=admin_key.with_body, extra=json_body(ToServer)),
             route("POST", "/admin/engines/{name:path}/{order}", self.engine_action, guard=admin_key),
         ]
@@ -112,6 +131,50 @@ class AdminEndpoints:
         except ConfigError as error:
             raise BadRequest(str(error), code="configuration") from error
         return json_response({"engines": sorted(self._fleet.handles)})
+
+    async def list_keys(self, _: Request) -> Response:
+        """The keys of the file of keys, with their limits; never the keys themselves."""
+        return json_response({"keys": key_rows(await asyncio.to_thread(read_key_file, self._keys(), warns=False))})
+
+    async def create_key(self, request: Request) -> Response:
+        """Add a key to the file of keys: a JSON object with its `name`, and with limits, weight and budgets if wanted.
+        The answer has the key, which nobody can read in the file."""
+        try:
+            fields = msgspec.json.decode(await request.body(), type=dict[str, Any])
+            name = fields.pop("name")
+        except (msgspec.MsgspecError, KeyError):
+            raise BadRequest("the body must be a JSON object with the key's `name`", param="name") from None
+        if not isinstance(name, str):
+            raise BadRequest("`name` must be a text", param="name")
+        key = await self._change_keys(lambda path: create_key(path, name, fields))
+        return json_response({"name": name, "key": key}, 201)
+
+    async def revoke_key(self, request: Request) -> Response:
+        """Take a key out of the file of keys. Its requests in progress end normally."""
+        name = request.path_params["name"]
+        await self._change_keys(lambda path: revoke_key(path, name))
+        return json_response({"name": name, "revoked": True})
+
+    def _keys(self) -> Path:
+        if self._key_file is None:
+            raise NotFound("there is no file of keys: start the server with --api-key-file FILE")
+        return self._key_file
+
+    async def _change_keys(self, change: Callable[[Path], T]) -> T:
+        """Change the file of keys, and read it again; if it cannot be read, the file is as before."""
+        path = self._keys()
+        async with self._changing_keys:
+            try:
+                before = await asyncio.to_thread(path.read_bytes)
+                changed = await asyncio.to_thread(change, path)
+                try:
+                    await self._reload()
+                except ConfigError:
+                    await asyncio.to_thread(path.write_bytes, before)
+                    raise
+            except (ConfigError, OSError) as error:
+                raise BadRequest(str(error), code="configuration") from error
+        return changed
 
     def _describe(self, handle: EngineHandle) -> dict[str, Any]:
         """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.answers import Refusals
@@ -69,7 +70,10 @@ class OwnPaths(Part):
         routes += ModelEndpoints(cluster, server.get(Aliases), bare_key).routes
         routes += ResponseEndpoints(cluster, key).routes
         routes += StateEndpoints(cluster, server.get(Metrics), any_key(any_of)).routes
-        routes += AdminEndpoints(cluster, admin_key(admin), limits, server.reload).routes
+        file = server.config.server.api_key_file
+        routes += AdminEndpoints(
+            cluster, admin_key(admin), limits, server.reload, Path(file) if file is not None else None
+        ).routes
         routes += DocumentEndpoints(routes, cluster, bare_key).routes
         yield
 
