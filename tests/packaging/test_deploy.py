@@ -17,6 +17,8 @@ from configured import load_config
 
 from llmserve import __version__
 from llmserve.__main__ import parser
+from llmserve.discovery import kubernetes
+from llmserve.observe.table import TABLE
 from llmserve.settings.load import sections
 from llmserve.settings.tree import Config, EngineConfig
 
@@ -221,6 +223,60 @@ def test_the_charts_pod_is_probed_at_existing_paths_and_drains():
     assert container["ports"][0]["containerPort"] == parsed(image_words()).server.port
     text = (CHART / "templates" / "deployment.yaml").read_text()
     assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text
+
+
+def test_a_release_that_watches_for_engines_may_read_what_it_watches():
+    role, account = rendered("role.yaml"), rendered("account.yaml")
+    binding = rendered("rolebinding.yaml")
+    assert (account["kind"], binding["roleRef"]["kind"], binding["subjects"][0]["kind"]) == (
+        "ServiceAccount",
+        role["kind"],
+        "ServiceAccount",
+    )
+    allowed = {
+        (group, kind): set(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for kind in rule["resources"]
+    }
+    for path in (kubernetes.SLICES, kubernetes.PODS):
+        assert allowed[_group(path), path.rpartition("/")[2]] >= {"list", "watch"}
+    for path in kubernetes.POOLS:
+        assert allowed[_group(path), "inferencepools"] >= {"get"}
+    text = (CHART / "templates" / "_names.tpl").read_text()
+    (pattern,) = re.findall(r'regexMatch "(.*?)"', text)
+    watched = {entry: bool(re.search(pattern, entry)) for entry in ("k8s:a/b", "k8s+https:a", "inferencepool:a/b")}
+    assert all(watched.values())
+    assert not any(re.search(pattern, entry) for entry in ("http://k8s:8000", "dns:vllm:8000", "gpu=http://a"))
+
+
+def _group(path: str) -> str:
+    """The group of a path of Kubernetes' API; "": the core."""
+    return path.split("/")[2] if path.startswith("/apis/") else ""
+
+
+def test_the_chart_scales_by_a_metric_of_the_server_and_disrupts_one_pod_at_once():
+    scaled = rendered("scaling.yaml")["spec"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["scaling"]
+    (trigger,) = scaled["triggers"]
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1"), "one engine for each"
+    (metric,) = re.findall(r"llmserve_\w+", values["query"])
+    assert metric in {entry.full_name for entry in TABLE}
+    assert rendered("disruption.yaml")["spec"]["maxUnavailable"] == 1
+
+
+def test_two_releases_are_doors_before_a_group():
+    """The commands in values.yaml: what each sets is a value, and the flags are those of a gateway and a group."""
+    text = (CHART / "values.yaml").read_text()
+    values = yaml.safe_load(text)
+    commands = re.findall(r"helm install (?:.*\\\n)*.*", text)[1:3]
+    assert len(commands) == 2
+    for command in commands:
+        assert {name.strip("'") for name in re.findall(r"--set '?(\w+)=", command)} <= values.keys()
+    group = parsed(["--engine", "http://vllm:8000", "--gateway-key-file", "/etc/llmserve/gateway/key"])
+    door = parsed(["--engine", "http://group:8000", "--engines-are-groups", "--api-key-file", "keys"])
+    group.engines.check()
+    door.engines.check()
 
 
 def test_the_charts_service_leads_to_the_pod():

@@ -12,3 +12,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
+
+{{- define "llmserve.watches" -}}
+{{- range .Values.engines }}{{ if regexMatch "^(k8s|inferencepool)[:+]" . }}yes{{ end }}{{ end }}
+{{- end }}
