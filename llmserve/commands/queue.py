@@ -26,13 +26,17 @@ REFUSALS = {
 
 
 class Waiting(msgspec.Struct):
-    """The answer of /admin/queue. waiting : requests, also those of reserved batches, which are in no row
+    """The answer of /admin/queue.
 
-    program_counts : by state, of all programs.  programs : the first of them
+    waiting         requests, also those of reserved batches, which are in no row
+    wait_bounds_s   by model under the order boost: the longest wait, while forecasts of the work are right
+    program_counts  by state, of all programs
+    programs        the first of them
     """
 
     waiting: int
     queues: list[WaitingRow]
+    wait_bounds_s: dict[str, float] = {}
     program_counts: dict[str, int] = {}
     programs: list[ProgramSeen] = []
 
@@ -57,6 +61,9 @@ def main(args: argparse.Namespace) -> int:
         raise NoAnswer(f"{args.url} is no llmserve, or another version of it: {error}") from error
     if waiting.queues:
         Console().print(table_of(waiting))
+    for model, bound_s in waiting.wait_bounds_s.items():
+        if bound_s > 0.0:
+            print(f"no request of {model} waits longer than {bound_s:.1f} s, by forecasts of the work")
     print(f"{waiting.waiting} requests wait")
     if waiting.programs:
         Console().print(table_of_programs(waiting.programs))

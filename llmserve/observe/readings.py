@@ -14,6 +14,7 @@ from llmserve.live.membership import Looked
 from llmserve.observe.counters import Rows
 from llmserve.observe.energy import EnergyMeter
 from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.load import Waits
 from llmserve.scheduling.messages import DispatchSolved
 from llmserve.scheduling.programs.programs import Programs
 from llmserve.scheduling.trust import Accuracy
@@ -64,6 +65,11 @@ class SchedulerReading:
 
     def formed(self) -> Rows:
         return [((model,), len(queues.formed)) for model, queues in self._models] or [(("",), 0)]
+
+    def waits(self, value: Callable[[Waits], float]) -> Rows | None:
+        """A figure of the waits by which `boost` goes; None under other orders."""
+        rows = [((model,), value(queues.load.waits)) for model, queues in self._models if queues.load is not None]
+        return rows or None
 
     def trusted(self) -> Rows:
         return [((model,), queues.binning.trust.trusted) for model, queues in self._models]

@@ -25,6 +25,7 @@ from llmserve.observe.readings import (
     counts,
     one,
 )
+from llmserve.scheduling.choice.orders import WAIT_MOST
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -282,6 +283,24 @@ SCHEDULER: tuple[Read[SchedulerReading], ...] = (
         "source",
     ),
     _read("engines_wanted", "Engines that the model's requests need, by forecasts", SchedulerReading.wanted, "model"),
+    _read(
+        "boost_wait_longest_seconds",
+        "Longest wait that first come, first served would have given, by forecast work; order boost only",
+        lambda now: now.waits(lambda waits: waits.longest_s),
+        by_model=True,
+    ),
+    _read(
+        "boost_wait_bound_seconds",
+        "Bound on the wait of every request, while forecasts of the work are right; order boost only",
+        lambda now: now.waits(lambda waits: WAIT_MOST * waits.longest_s),
+        by_model=True,
+    ),
+    _read(
+        "boost_room_seconds",
+        "Seconds by which a request is delayed at most now, the longest requests excepted; order boost only",
+        lambda now: now.waits(lambda waits: waits.room_s),
+        by_model=True,
+    ),
     _read(
         "prediction_trusted",
         "0 while predictions do not rank answers, so that one bin is used",

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from llmserve.scheduling.moments import SPREAD_LEAST, Moments
+import numpy as np
+
+from llmserve.scheduling.moments import FIT_EVERY, SPREAD_LEAST, Moments
 from llmserve.scheduling.queues.waiting import QueuedRequest
 
-TAIL_CHANGES = 1.25  # factor by which the wait's tail has changed when requests are sorted by it again
+ROOM_CHANGES, LONGEST_CHANGES = 1.5, 1.1  # factors by which these have changed when requests are sorted by them again
+TAIL = 0.01  # part of the requests that is beyond the 99th percentile
+SPENT = TAIL / 2  # part of the requests that may wait until last; the other half is left to chance
+LONG_LEAST = 2.0  # of the mean: what shorter requests take is too little to be worth their wait
+PART = 0.5  # of the room up to the tail that a delay may use; the rest is for the work that is yet to come
+MARGIN = 0.1  # of the tail, which a delay may always use: the 99th percentile may be 1.1 of first come, first served's
+EDGES_PER_E = 10.0  # edges of a histogram for a factor of e
+LOG_LEAST, LOG_MOST = -14.0, 21.0  # logarithms of the first and the last edge: a microsecond, forty years
 
 
 class Calibration:
@@ -16,94 +25,162 @@ class Calibration:
 
     Answers' log lengths y are regressed on their log forecasts x, by least squares: errors that are independent of the
     length make forecasts extreme, and the slope is then below 1. A factor gives the corrected forecasts the mean of the
-    answers. memory : answers after which an observation's weight has fallen to a third.
+    answers.
+
+    Ranks can be right for nearly all answers, and the few longest, which take much of the time, still be forecast as
+    short. So the forecasts are judged by tokens, too: by how much longer the answers were that were forecast above the
+    mean than those below it, over the difference that was forecast. All forecasts are drawn to the mean by this share,
+    at most 1; at 0 they say nothing.
+
+    memory : answers after which an observation's weight has fallen to a third.
     """
 
     def __init__(self, memory: int = 1024) -> None:
-        self._moments = Moments(memory)  # of x, y, the answer's length, and the regression for it at the time
+        # Of x, y, the answer's length, the regression for it at the time, whether this was above the mean, and the last
+        # three multiplied by that.
+        self._moments = Moments(memory)
         self._slope, self._scale, self._factor = 1.0, 1.0, 1.0
+        self._mean, self._share = math.inf, 1.0
 
     def tokens(self, forecast: float) -> float:
         """The mean length of answers of this forecast. forecast : tokens, > 0"""
-        return self._factor * self._fit(forecast) if self._moments.count else forecast
+        if not self._moments.count:
+            return forecast
+        return self._mean + self._share * (self._factor * self._fit(forecast) - self._mean)
 
     def _fit(self, forecast: float) -> float:
         return self._scale * math.exp(self._slope * math.log(forecast))
 
-    def observe(self, forecast: float, output_tokens: float) -> None:
-        """Count an answer. forecast, output_tokens : > 0"""
-        moments, fitted = self._moments, self._fit(forecast) if self._moments.count else output_tokens
-        if not moments.observe(math.log(forecast), math.log(output_tokens), output_tokens, fitted):
-            return
-        mean_x, mean_y, lengths, fitted = moments.means
+    def observe(self, forecast: float, output_tokens: float) -> bool:
+        """Count an answer. forecast, output_tokens : > 0. True when this made the first regression."""
+        moments, first = self._moments, not self._moments.count
+        fitted = output_tokens if first else self._fit(forecast)
+        above = float(self._factor * fitted > self._mean)
+        quantities = (math.log(forecast), math.log(output_tokens), output_tokens, fitted, above)
+        if not moments.observe(*quantities, above * output_tokens, above * fitted):
+            return False
+        mean_x, mean_y, lengths, fitted, above, lengths_above, fitted_above = moments.means
         xx, xy = moments.products[0][:2]
         self._slope = min(1.0, max(0.0, xy / xx)) if xx > SPREAD_LEAST * moments.count else 1.0
-        self._scale, self._factor = math.exp(mean_y - self._slope * mean_x), lengths / fitted
+        self._scale, self._factor, self._mean = math.exp(mean_y - self._slope * mean_x), lengths / fitted, lengths
+        # Differences of the means above and below, both multiplied by above (1 - above).
+        forecasted = self._factor * (fitted_above - above * fitted)
+        came = lengths_above - above * lengths
+        self._share = min(1.0, max(0.0, came / forecasted)) if forecasted > SPREAD_LEAST * lengths else 1.0
+        return first
 
 
-class WaitTail:
-    """The decay of the tail of the wait, if requests were served first come, first served.
+class Tail:
+    """A high quantile of what was observed: its weights decay, and a histogram by logarithms keeps them.
 
-    Such a wait is the waiting work at an arrival, over the slots. The work is nearly the same under every order that
-    leaves no slot empty, so an order that goes by this tail hardly changes the tail. Near capacity waits w > 0 are
-    exponential (Kingman), and then E[w²] / (2 E[w]) is their mean, however many requests need not wait; the squares
-    give most weight to the long waits.
+    FIT_EVERY observations are added at once; single additions would cost most of the time spent on an arrival.
+    beyond : part of the observations beyond the quantile.  memory : of them, until a weight has fallen to a third
 
-    memory   arrivals after which an observation's weight has fallen to a third
-    decay_s  seconds of waiting by which the tail falls by a factor e; 0 while no request has had to wait. It follows
-             the measurement in steps of TAIL_CHANGES, for requests are sorted by it
+    value : an edge, beyond which at most this part was observed; inf before the first FIT_EVERY observations
     """
 
-    def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        self.decay_s = 0.0
-        self._waits_s = self._squares_s2 = 0.0  # sums of w and w², with the same decay
+    def __init__(self, beyond: float, memory: int = 8192) -> None:
+        self._beyond = beyond
+        self._keep = (1.0 - 1.0 / memory) ** FIT_EVERY
+        self._weights = np.zeros(int(EDGES_PER_E * (LOG_MOST - LOG_LEAST)))  # of what is below each edge, descending
+        self._new: list[float] = []
+        self.value = math.inf
+
+    def observe(self, value: float) -> None:
+        """value : >= 0"""
+        self._new.append(value)
+        if len(self._new) < FIT_EVERY:
+            return
+        logs = np.log(np.maximum(self._new, math.exp(LOG_LEAST)))
+        weights = self._weights
+        weights *= self._keep
+        places = (EDGES_PER_E * (LOG_MOST - logs)).astype(int)
+        np.add.at(weights, places.clip(0, weights.size - 1), 1.0)
+        self._new = []
+        place = int(np.searchsorted(weights.cumsum(), self._beyond * weights.sum(), side="right"))
+        self.value = math.exp(LOG_MOST - place / EDGES_PER_E)
+
+
+class Waits:
+    """The waits that first come, first served would give, and the room that they leave to other orders.
+
+    Such a wait w is the waiting work at an arrival, over the slots. The work is nearly the same under every order that
+    leaves no slot empty, so an order that goes by these waits hardly changes them. No rate and no distribution is
+    assumed: only w and its past count, so the room closes while a queue grows beyond all earlier ones.
+
+    memory : arrivals after which an observation's weight has fallen to a third.
+
+    room_s     seconds by which the order may delay a request now: PART of what w is below its 99th percentile, and
+               MARGIN of this percentile; 0 while no request has had to wait
+    longest_s  the longest w; arrivals that need not wait forget it slowly
+    Both follow the measurements in steps, for requests are sorted by them.
+    """
+
+    def __init__(self, memory: int = 8192) -> None:
+        self._tail = Tail(TAIL, memory)
+        self._keep = 1.0 - 1.0 / (memory * 8)
+        self._longest_s = 0.0
+        self.room_s = self.longest_s = 0.0
 
     def observe(self, wait_s: float) -> bool:
-        """Count an arrival. wait_s : w, >= 0. True when decay_s changed."""
-        self._waits_s = self._keep * self._waits_s + wait_s
-        self._squares_s2 = self._keep * self._squares_s2 + wait_s * wait_s
-        if self._waits_s <= 0.0:
+        """Count an arrival. wait_s : w, >= 0. True when room_s or longest_s changed."""
+        self._tail.observe(wait_s)
+        if wait_s > self._longest_s:
+            self._longest_s = wait_s
+        elif wait_s <= 0.0:
+            self._longest_s *= self._keep
+        tail_s = max(wait_s, min(self._tail.value, self._longest_s))
+        room_s = PART * (tail_s - wait_s) + MARGIN * tail_s
+        if _near(room_s, self.room_s, ROOM_CHANGES) and _near(self._longest_s, self.longest_s, LONGEST_CHANGES):
             return False
-        measured_s = self._squares_s2 / (2.0 * self._waits_s)
-        if measured_s <= TAIL_CHANGES * self.decay_s and self.decay_s <= TAIL_CHANGES * measured_s:
-            return False
-        self.decay_s = measured_s
+        self.room_s, self.longest_s = room_s, self._longest_s
         return True
+
+
+def _near(measured: float, told: float, factor: float) -> bool:
+    return measured <= factor * told and told <= factor * measured
 
 
 class Load:
     """The load of one model, from which an order gets the sort keys of waiting requests.
 
-    waits        the tail of the wait
+    waits        how long requests would wait first come, first served
     calibration  what forecasts mean
     work_us      likely microseconds of a slot of all waiting requests; whole, so that it returns to exactly zero
     """
 
     def __init__(self, waiting: Iterable[QueuedRequest] = ()) -> None:
-        self.waits, self.calibration = WaitTail(), Calibration()
+        self.waits, self.calibration, self._works = Waits(), Calibration(), Tail(SPENT)
         self.work_us = sum([queued.work_us for queued in waiting])
 
     def tell(self, requests: Iterable[QueuedRequest]) -> None:
         """Give requests the inputs of their sort keys."""
+        room_s, longest_s = self.waits.room_s, self.waits.longest_s
         for queued in requests:
-            queued.decay_s = self.waits.decay_s
+            queued.room_s, queued.longest_s = room_s, longest_s
 
     def likely_tokens(self, forecast: float | None, mean: float) -> float:
         """The mean length of answers of this forecast. forecast : tokens; None without one. mean : of all answers"""
         return self.calibration.tokens(forecast) if forecast else mean
 
     def arrive(self, queued: QueuedRequest, ahead: int, slots: int) -> bool:
-        """Learn from a new request, before it is counted. True when the tail of the wait changed.
+        """Learn from a new request, before it is counted. True when the waits changed.
 
         ahead : requests that wait in engines.  slots : of the model
         """
-        queued.pace_s = queued.service_mean_s / max(1, slots)
-        changed = self.waits.observe(1e-6 * self.work_us / max(1, slots) + ahead * queued.pace_s)
-        queued.decay_s = self.waits.decay_s
+        mean_s, slots = queued.service_mean_s, max(1, slots)
+        self._works.observe(queued.service_s)
+        queued.long_s = max(self._works.value, LONG_LEAST * mean_s)
+        changed = self.waits.observe((1e-6 * self.work_us + ahead * mean_s) / slots)
+        queued.room_s, queued.longest_s = self.waits.room_s, self.waits.longest_s
         return changed
 
-    def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
-        """Learn from an answer."""
-        if output_tokens > 0 and (forecast := queued.request.expected_tokens):
-            self.calibration.observe(forecast, output_tokens)
+    def answered(self, queued: QueuedRequest, output_tokens: float) -> bool:
+        """Learn from an answer. True when forecasts are calibrated for the first time: those of waiting requests are
+        not yet, and what was measured by such forecasts has been forgotten.
+        """
+        forecast = queued.request.expected_tokens
+        if not (output_tokens > 0 and forecast and self.calibration.observe(forecast, output_tokens)):
+            return False
+        self.waits, self._works = Waits(), Tail(SPENT)
+        return True

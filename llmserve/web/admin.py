@@ -25,6 +25,7 @@ from llmserve.live.engine_state import EngineEvent, refusal
 from llmserve.live.handle import EngineHandle
 from llmserve.machines.peers import Peers, ToServer
 from llmserve.observe.programs_seen import programs_seen
+from llmserve.scheduling.choice.orders import WAIT_MOST
 from llmserve.tenants.guards import Guard
 from llmserve.tenants.key_editing import create_key, revoke_key
 from llmserve.tenants.key_file import key_rows, read_key_file
@@ -89,10 +90,16 @@ class AdminEndpoints:
             {
                 "waiting": cluster.scheduler.waiting,
                 "queues": cluster.estimator.rows(),
+                "wait_bounds_s": self._wait_bounds_s(),
                 "program_counts": programs.counts,
                 "programs": programs.programs,
             }
         )
+
+    def _wait_bounds_s(self) -> dict[str, float]:
+        """Seconds within which every request of a model starts while forecasts of the work are right, under boost."""
+        loads = {model: queues.load for model, queues in self._cluster.scheduler.models.items()}
+        return {model: WAIT_MOST * load.waits.longest_s for model, load in loads.items() if load is not None}
 
     async def engine_action(self, request: Request) -> Response:
         """Drain, resume or restart an engine. A restart is still in progress at the answer: see the list of engines."""

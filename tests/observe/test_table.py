@@ -22,8 +22,8 @@ from llmserve.settings.policies import SchedulingConfig
 
 
 def text_of_everything() -> str:
-    """/metrics of a server with a plan, energy, a state, keys, connections, jobs and a webhook."""
-    scheduling = SchedulingConfig(release="table").resolved(barrier=True)
+    """/metrics of a server with a plan, the order boost, energy, a state, keys, connections, jobs and a webhook."""
+    scheduling = SchedulingConfig(release="table", order="boost").resolved(barrier=True)
     header, profile = Header(scheduling), resolve("p4-googlenet")
     cluster = LiveCluster(header.scheduler(), Fleet([]), Journal(header), clock=lambda: 0.0)
     families = Families(TABLE)

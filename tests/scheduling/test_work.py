@@ -54,7 +54,7 @@ def test_a_long_prompt_makes_a_long_request() -> None:
         arrive(scheduler, Request(number, tokens, prompt_tokens=prompt_tokens), now_s=now_s)
         now_s += 0.01 * tokens + 0.001 * prompt_tokens
         step(scheduler, RequestEnded("gpu0", number, "completed", tokens), now_s)
-    sizes = {number: 1_000.0 * ((7 * number) % 20) for number in range(201, 221)}
+    sizes = {number: 100.0 * ((7 * number) % 20) for number in range(201, 221)}
     requests = [Request(number, 100.0, prompt_tokens=size) for number, size in sizes.items()]
     arrive(scheduler, Request(200, 100.0), *requests, now_s=now_s)
     assert run_dry(scheduler, 200, now_s)[1:] == sorted(sizes, key=lambda number: sizes[number])

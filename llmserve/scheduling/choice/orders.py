@@ -26,10 +26,14 @@ from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
-LONG = 4.0  # of exponential service times, one in 55 is more than so many times the mean; see `boosted`
-LONG_WAITS = 52.0  # starts; the longest requests wait as if this many requests had to start first
-BOOST = 0.95  # of a boost of one d for the mean request; see `boosted`
-LENGTH_MIN, LENGTH_MAX = 1e-6, 1e6  # of the mean; keep turns finite, and exact to a microsecond or so
+LAST = 1.5  # of the longest wait: the delay of the longest requests; see `boosted`
+AHEAD = 1.0  # of the longest wait: how far ahead a request may go
+WAIT_MOST = LAST + AHEAD + 1.0
+"""Bound on a wait under boost, in longest waits W of first come, first served, by forecast work.
+
+All requests that can start before another one have arrived less than (LAST + AHEAD) W after it. When so much time has
+passed, all the waiting work takes W at most.
+"""
 PREEMPTION_FACTOR = 3.03
 
 Key = tuple[float, ...]
@@ -230,23 +234,22 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
 def boosted(queued: QueuedRequest) -> float:
     """The turn under boost, seconds: the arrival, plus a delay that is below 0 for requests shorter than the mean.
 
-        turn = a + BOOST d (1 - m / s) + max(d, LONG_WAITS m / k) max(0, s / (LONG m) - 1)
+        turn = a + r (1 - m / s)                 from -AHEAD W / 2 down in proportion to s: -AHEAD W at s = 0
+        turn = a + LAST W                        for the longest requests, one in 200
 
-    a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request.  k : slots.
-    d : seconds of waiting by which the tail of the wait falls by a factor e (WaitTail).
+    a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request
+    r : the room for delays.  W : the longest wait that first come, first served would have given (load.py: Waits)
 
-    m / s is the boost. Of two requests the one of the greater m / s + age / (BOOST d) is first. 1 / s is what a second
-    of a slot gains in finished requests; waiting for BOOST d counts as much as a mean request's boost. This is the
-    generalized c mu rule for the cost T + (s / m) T^2 / (2 BOOST d) of a latency T (van Mieghem, Annals of Applied
-    Probability 5(3), 1995). BOOST below 1 leaves the 99th percentile some room. The boosts of the mean request and of
-    longer ones hardly differ, so these keep nearly the order of arrival, which has a short tail. Short requests are
-    little work, so going first they delay others little.
+    m / s is the boost. Of two requests the one of the greater m / s + age / r is first: 1 / s is what a second of a
+    slot gains in finished requests, and waiting for r counts as much as a mean request's boost. This is the generalized
+    c mu rule for the cost T + (s / m) T^2 / 2 r of a latency T (van Mieghem, Annals of Applied Probability 5(3), 1995).
+    A long request is delayed by less than r. When the wait is near its 99th percentile, each delay lengthens the tail;
+    then r is small, and the order is nearly first come, first served.
 
-    The last term is for requests that are rare unless lengths differ more than exponential ones; then they take much of
-    the time, and the tail is lightest if a request waits in proportion to its own length (Nuyens, Wierman & Zwart,
-    Operations Research 56(1), 2008). In order of arrival all others would wait for the longest. At a low load d is the
-    time of a few starts only, and the latency of such a request is mostly its own time: it can let others go first for
-    longer than d.
+    The longest requests are fewer than the hundredth beyond the 99th percentile, and take more time than any others of
+    their number. The percentile hardly changes however long they wait, so they go last, in order of arrival.
+
+    A bound holds for any arrivals and any forecasts: see `WAIT_MOST`.
 
     A mean request's turn is its arrival at any load, so turns of several loads are comparable: of several models, and
     between two sorts of a queue. While no request has had to wait, and without forecasts, the order is first come,
@@ -254,14 +257,16 @@ def boosted(queued: QueuedRequest) -> float:
     """
     if queued.turn is not None:
         return queued.turn.key_s(queued.service_s)
-    decay_s = queued.decay_s
-    if decay_s <= 0.0:
+    room_s, service_s = queued.room_s, queued.service_s
+    if room_s <= 0.0:
         return queued.arrived_at_s
-    length = min(max(queued.service_s / queued.service_mean_s, LENGTH_MIN), LENGTH_MAX)  # s / m
-    turn_s = queued.arrived_at_s + BOOST * decay_s * (1.0 - 1.0 / length)
-    if length > LONG:
-        turn_s += max(decay_s, LONG_WAITS * queued.pace_s) * (length / LONG - 1.0)
-    return turn_s
+    if service_s >= queued.long_s:
+        return queued.arrived_at_s + LAST * queued.longest_s
+    half_s = 0.5 * AHEAD * queued.longest_s
+    short_s = queued.service_mean_s / (1.0 + half_s / room_s)  # of this boost
+    if service_s < short_s:
+        return queued.arrived_at_s - half_s * (2.0 - service_s / short_s)
+    return queued.arrived_at_s + room_s * (1.0 - queued.service_mean_s / service_s)
 
 
 # ---- keys of the moment --------------------------------------------------------------------------------------------

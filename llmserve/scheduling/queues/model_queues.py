@@ -266,9 +266,7 @@ class ModelQueues:
             queued.revise(changed, self.binning.score(changed), self.binning.judges_by(queued))
             self.binning.observe(queued.score)
             if tokens := self.binning.forecast(changed):
-                self._count_work(queued, -1)
-                queued.expect(tokens, self.load.likely_tokens(tokens, tokens) if self.load is not None else tokens)
-                self._count_work(queued, 1)
+                self._expect(queued, tokens)
             if batch is not None:
                 self.formed.sort_again((batch,))
             elif self._bin_of(queued) == queue.index:
@@ -331,6 +329,19 @@ class ModelQueues:
         assert self.plans is not None, "only a release that follows plans wants one"
         edges = self.binning.edges.edges if self.binning.trust.trusted else None
         return self.plans.wants(now_s, edges, len(self.engines), self.slots, self._pace)
+
+    def _expect(self, queued: QueuedRequest, tokens: float) -> None:
+        """Give a waiting request another forecast."""
+        self._count_work(queued, -1)
+        queued.expect(tokens, self.load.likely_tokens(tokens, tokens) if self.load is not None else tokens)
+        self._count_work(queued, 1)
+
+    def _calibrate(self) -> None:
+        """Give waiting requests the calibrated meaning of their forecasts."""
+        for queued in self._in_no_order():
+            if tokens := self.binning.forecast(queued.request):
+                self._expect(queued, tokens)
+        self.dirty, self._unsorted = True, None
 
     def _pace(self) -> float:
         """Mean pace of the engines; 1 without engines."""
@@ -412,8 +423,8 @@ class ModelQueues:
             self.prompts.observe(ran_s, output_tokens, request.prompt_tokens, cached_tokens)
         else:
             self.prompts.observe(max(0.0, ran_s - decode_s), 1.0, request.prompt_tokens, cached_tokens)
-        if self.load is not None:
-            self.load.answered(queued, output_tokens)
+        if self.load is not None and self.load.answered(queued, output_tokens):
+            self._calibrate()
         if self.plans is not None:
             self.plans.answered()
         self.bins[queued.bin].answered(queued, output_tokens)

@@ -32,9 +32,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s         part of service_s that the prompt takes
     guessed          whether the answer has no forecast, so that it counts as the mean answer
     total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
-    decay_s          decay of the tail of the model's wait, when the request was last sorted
-    pace_s           seconds from one start of the model's requests to the next: service_mean_s over the slots
-    decay_s and pace_s are set for orders that follow the load only, by scheduling/load.py
+    room_s           by which the order may delay requests, and longest_s : the longest wait first come, first served,
+                     when the request was last sorted
+    long_s           service time from which on a request may wait until last
+    These three are set for orders that follow the load only, by scheduling/load.py
 
     bin              where the request waits or last waited; sort_length : its length in a window
     original         request and score by which predictions are judged, see Binning.judges_by; None: the present ones
@@ -57,8 +58,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
     sort_length: float = 0.0
     prompt_s: float = 0.0
     cached_tokens: float = 0.0
-    decay_s: float = 0.0
-    pace_s: float = 0.0
+    room_s: float = 0.0
+    longest_s: float = 0.0
+    long_s: float = math.inf
     original: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
     run: Run | None = None
