@@ -99,7 +99,7 @@ class KeyUsage:
 
     def observe(self, step: Step) -> None:
         event = step.event
-        starts = [action for action in step.actions if type(action) is StartBatch]
+        starts = [action for action in step.actions if type(action) is StartBatch] if step.actions else ()
         if type(event) is RequestEnded or type(event) is EngineLost or starts:
             self._share(step.now_s)
         if type(event) is RequestEnded:

@@ -26,17 +26,15 @@ class Bucket:
 
     def level(self, now_s: float) -> float:
         """What may be taken now; below 0: a debt."""
-        self._level = min(self.size, self._level + (now_s - self._since_s) * self.size / MINUTE_S)
-        self._since_s = now_s
+        if now_s != self._since_s:  # a request asks several times at once
+            level = self._level + (now_s - self._since_s) * self.size / MINUTE_S
+            self._level, self._since_s = level if level < self.size else self.size, now_s
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until the amount may be taken; 0: now."""
         short = (min(amount, self.size) if amount <= self.limit else amount) - self.level(now_s)
         return short * MINUTE_S / self.size if short > ROUNDING else 0.0
-
-    def full_in_s(self, now_s: float) -> float:
-        return self.wait_s(self.size, now_s)
 
     def take(self, amount: float, now_s: float) -> None:
         """Take the amount. amount : < 0 gives back"""
@@ -98,8 +96,10 @@ def _bucket(before: Bucket | None, limit: int | None, now_s: float, part: float)
 
 
 def limit_headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
+    level = bucket.level(now_s)
+    short = bucket.size - level
     return (
         (b"x-ratelimit-limit-" + unit, b"%d" % bucket.limit),
-        (b"x-ratelimit-remaining-" + unit, b"%d" % max(0.0, bucket.level(now_s))),
-        (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.full_in_s(now_s)),
+        (b"x-ratelimit-remaining-" + unit, b"%d" % (level if level > 0.0 else 0.0)),
+        (b"x-ratelimit-reset-" + unit, b"%.3fs" % (short * MINUTE_S / bucket.size if short > ROUNDING else 0.0)),
     )

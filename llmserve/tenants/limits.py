@@ -246,7 +246,8 @@ class Account:
         headers: list[tuple[bytes, bytes]] = []
         for unit, limiting in buckets:
             if found := [bucket for bucket in limiting if bucket is not None]:
-                headers += limit_headers(unit, min(found, key=lambda bucket: bucket.level(now_s)), now_s)
+                least = found[0] if len(found) == 1 else min(found, key=lambda bucket: bucket.level(now_s))
+                headers += limit_headers(unit, least, now_s)
         return tuple(headers)
 
     def count_refused(self, model: str) -> None:
