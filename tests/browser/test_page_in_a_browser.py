@@ -15,7 +15,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 from tool_engine import ToolEngine, turn
 
 from llmserve.engines.timed.server import FakeEngine
-from llmserve.settings.tree import ServerConfig
+from llmserve.settings.tree import LiveConfig, ServerConfig
 from llmserve.web.page import FILES
 
 CHROMIUM = shutil.which("chromium")
@@ -182,3 +182,28 @@ async def test_a_phone_needs_no_sideways_scrolling(start_front: StartFront, brow
         background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(20, 23, 26)") == (scheme == "dark")
         assert troubles == []
+
+
+async def test_without_an_engine_the_chat_says_so_and_sends_nothing(start_front: StartFront, browser: Browser) -> None:
+    async with FakeEngine() as engine:
+        url = engine.url
+    front = await start_front(url, wait=False)
+    page, _, troubles = await opened(browser, front.url)
+    await expect(page.locator("#no-model")).to_contain_text("no engine has been up", timeout=WAIT_MS)
+    await expect(page.locator("#send")).to_be_disabled()
+    assert troubles == []
+
+
+async def test_a_chat_that_waits_shows_its_place(start_front: StartFront, browser: Browser) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        soon = LiveConfig(probe_every_s=0.05, keep_alive_s=0.2)
+        front = await start_front(engine, slots=1, live=soon)
+        page, _, _ = await opened(browser, front.url)
+        await expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+        first = asyncio.ensure_future(front.post(max_tokens=4000).__aenter__())
+        await expect(page.locator("#tiles")).to_contain_text("1 / 1", timeout=WAIT_MS)
+        await page.locator("#prompt").fill("Count from 1 to 5.")
+        await page.locator("#prompt").press("Control+Enter")
+        await expect(page.locator("#receipt")).to_contain_text("position 1", timeout=WAIT_MS)
+        first.cancel()
+        await expect(page.locator("#receipt")).to_contain_text("whole answer after", timeout=WAIT_MS)

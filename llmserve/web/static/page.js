@@ -31,23 +31,28 @@ async function follow() {
         ended = "the server has closed the connection";
       }
     } catch { /* no connection */ }
-    state(`${ended}; trying again`, true);
+    state(`${ended}; trying again. The figures are from before`, true);
+    document.body.classList.add("past");
     await new Promise((resolve) => setTimeout(resolve, 1000 * AGAIN_S));
   }
 }
 
-// Calls `take` with the data of each event of a stream.
-async function read(body, take) {
+// Calls `take` with the data of each event of a stream, and `hear` with each comment.
+async function read(body, take, hear = () => {}) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let rest = "", data = [];
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
-      if (data.length) take(data.join("\n"));
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith(":")) hear(line.slice(1).trim());
+      else if (line.startsWith("data:")) data.push(line.slice(5).trim());
+      else if (line === "" && data.length) {
+        take(data.join("\n"));
+        data = [];
+      }
     }
   }
 }
@@ -71,6 +76,7 @@ function state(text, bad) {
 }
 
 function show(now) {
+  document.body.classList.remove("past");
   const restarted = last !== null && now.now_s < last.now_s;
   if (restarted) { requests.clear(); occupied.clear(); prompts.clear(); programs.clear(); ledgers.clear(); last = null; }
   const passed = Math.max(0.2, now.now_s - now.since_s);
@@ -308,7 +314,14 @@ async function models() {
   const response = await fetch("v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} }).catch(() => null);
   if (response && response.status === 401) needKey();
   if (!response || !response.ok) return;
-  const names = (await response.json()).data.map((model) => model.id);
+  await choose((await response.json()).data.map((model) => model.id));
+}
+
+async function choose(names) {
+  const none = names.length === 0;
+  $("no-model").hidden = !none;
+  $("no-model").textContent = none && last ? `no engine has been up: ${last.engines.map((engine) => engine.name).join(", ")}` : "no engine has been up";
+  if (!stopping) $("send").disabled = none;
   if (names.join() !== [...$("model").options].map((option) => option.value).join()) {
     const chosen = $("model").value;
     $("model").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
@@ -333,6 +346,7 @@ $("prompt").addEventListener("keydown", (event) => {
 $("chat").addEventListener("submit", async (event) => {
   event.preventDefault();
   stopping = new AbortController();
+  $("receipt").className = "";
   $("send").disabled = true;
   $("stop").disabled = false;
   $("answer").textContent = $("receipt").textContent = "";
@@ -340,8 +354,10 @@ $("chat").addEventListener("submit", async (event) => {
   try {
     await chat(began);
   } catch (error) {
-    if (error.name !== "AbortError") $("receipt").textContent = `The answer broke off: ${error.message}`;
+    if (error.name !== "AbortError") failed(`The answer broke off: ${error.message}`);
+    else if (!$("answer").textContent) $("receipt").textContent = "";
   }
+  stopping = null;
   $("send").disabled = false;
   $("stop").disabled = true;
 });
@@ -355,21 +371,20 @@ async function chat(began) {
   if (response.status === 401) needKey();
   if (!response.ok) {
     const error = (await response.json().catch(() => ({}))).error;
-    $("receipt").textContent = `${response.status}: ${error ? error.message : response.statusText}`;
-    return;
+    return failed(`${response.status}: ${error ? error.message : response.statusText}`);
   }
-  let first = null, tokens = null, receipt = null;
+  let first = null, tokens = null, receipt = null, broken = false;
   await read(response.body, (data) => {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     receipt = chunk.llmserve ?? receipt;
     tokens = chunk.usage?.completion_tokens ?? tokens;
-    if (chunk.error) { $("receipt").textContent = chunk.error.message; return; }
+    if (chunk.error) { broken = true; failed(chunk.error.message); return; }
     const delta = chunk.choices?.[0]?.delta ?? {}, text = (delta.reasoning_content ?? "") + (delta.content ?? "");
     if (!text) return;
     first ??= performance.now();
     $("answer").append(text);
-  });
+  }, (comment) => { if (first === null) $("receipt").textContent = comment; });
   const parts = [];
   if (receipt) parts.push(`${shown(receipt.queue_ms / 1000)} s in the queue`, `engine ${receipt.engine}`, `bin ${receipt.bin}`, `batch ${receipt.batch}`);
   if (first !== null) parts.push(`first token after ${shown((first - began) / 1000)} s`);
@@ -377,7 +392,12 @@ async function chat(began) {
   if (tokens !== null) parts.push(`${tokens} tokens`);
   if (receipt?.predicted_tokens !== undefined) parts.push(`${receipt.predicted_tokens} were forecast`);
   if (receipt?.cached_tokens !== undefined) parts.push(`${receipt.cached_tokens} of the prompt were in the cache`);
-  if (!$("receipt").textContent) $("receipt").textContent = parts.join(", ");
+  if (!broken) $("receipt").textContent = parts.join(", ");
+}
+
+function failed(text) {
+  $("receipt").textContent = text;
+  $("receipt").className = "bad";
 }
 
 models();
