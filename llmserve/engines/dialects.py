@@ -46,6 +46,7 @@ class Told:
     slots       requests that it runs at once, by its own settings
     running     requests that run in it now
     waiting     requests that wait in it now
+    started_s   when its process started, on its own clock
     tokens_max  capacity of its KV cache, in tokens
     prefix_cache  whether it keeps prompts there for the next that begin so
     context_tokens  of each of its models: longer requests are refused
@@ -59,6 +60,7 @@ class Told:
     slots: int | None = None
     running: int | None = None
     waiting: int | None = None
+    started_s: float | None = None
     tokens_max: int | None = None
     prefix_cache: bool | None = None
     context_tokens: int | None = None
@@ -175,6 +177,18 @@ def total(name: str, text: str) -> int | None:
     return int(sum(counts)) if sum(counts) <= COUNT_MAX and min(counts, default=0.0) >= 0 else None  # NaN is not <=
 
 
+STARTED = re.compile(r"^process_start_time_seconds (\d[\d.e+]{0,30})\r?$", re.M)
+
+
+def started_s(text: str) -> float | None:
+    """When the process started that shows these metrics; None: the metrics do not say."""
+    said = STARTED.search(text)
+    try:
+        return float(said[1]) if said is not None else None
+    except ValueError:
+        return None
+
+
 def gauges(running: str, waiting: str) -> Reader:
     """A reader of metrics with these names. An engine that has served nothing yet may not show what waits."""
 
@@ -183,7 +197,9 @@ def gauges(running: str, waiting: str) -> Reader:
         if _rows(running).search(text) is None:
             return None
         runs, waits = total(running, text), total(waiting, text)
-        return Told(running=runs, waiting=waits) if runs is not None and waits is not None else None
+        if runs is None or waits is None:
+            return None
+        return Told(running=runs, waiting=waits, started_s=started_s(text))
 
     return read_gauges
 

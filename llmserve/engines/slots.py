@@ -166,6 +166,7 @@ class SlotsLearner:
         self._known = fixed  # set, or told: only the look-ahead is learnt
         self._fixed, self._look_ahead, self._in_order = fixed, look_ahead, in_order
         self._told: tuple[int, int] | None = None  # requests that run and wait, as the engine told last
+        self._started_s: float | None = None  # when the engine's process started, as it told
         self._running: dict[int, _Sent] = {}
         self._in_flight, self._each = 0, 1.0  # sequences; mean of a request
         self._loading: set[int] = set()  # requests for which the engine loads their model
@@ -319,6 +320,10 @@ class SlotsLearner:
     def told(self, told: Told) -> None:
         """The engine has told its number of slots, or how many requests run and wait in it."""
         running, waiting = told.running, told.waiting
+        if told.started_s is not None:
+            before_s, self._started_s = self._started_s, max(told.started_s, self._started_s or 0.0)
+            if before_s is not None and told.started_s > before_s:  # an earlier one is of another process, at one URL
+                self._search_anew()
         if self._fixed:
             return
         if told.slots is not None:
@@ -344,11 +349,16 @@ class SlotsLearner:
             self._set(int(GROWTH * self._number) + 1)
 
     def restarted(self) -> None:
-        """The engine has lost its requests. It may come back with other slots, so the search begins anew."""
+        """The engine has lost its requests. It may come back with other slots."""
         self._running.clear()
         self._loading.clear()
         self._in_flight, self._loaded_s = 0, -math.inf
-        self._advancing, self._told, self._pace = 0, None, None
+        self._advancing, self._started_s = 0, None
+        self._search_anew()
+
+    def _search_anew(self) -> None:
+        """Begin the search anew: another process of the engine may have other slots."""
+        self._told = self._pace = None
         self._first_s.doubted = True
         self.found = self._known = self._fixed
         if not self._fixed:

@@ -403,6 +403,30 @@ def test_answers_do_not_move_a_number_that_is_told(streams: bool) -> None:
     assert engine.learner.slots == 2
 
 
+def test_a_process_that_has_started_later_is_searched_anew() -> None:
+    """The engine was idle when it restarted: no request was lost. Its requests since then run on."""
+    engine = Engine(8, SlotsLearner(), tokens=lengths())
+    engine.answer(100)
+    engine.learner.told(Told(running=8, waiting=0, started_s=100.0))
+    assert engine.learner.found
+    while engine.in_flight:
+        engine.step()
+    engine.slots = 2
+    engine.fill()
+    engine.learner.told(Told(running=2, waiting=6, started_s=200.0))
+    assert not engine.learner.found
+    engine.answer(20)
+    assert (engine.learner.slots, engine.learner.found) == (2, True)
+
+
+def test_an_earlier_start_is_of_another_process_behind_the_same_url() -> None:
+    learner = SlotsLearner(8)
+    learner.restore({"slots": 8, "limit_reached": True})
+    for started_s in (200.0, 100.0, 200.0, 100.0):
+        learner.told(Told(running=0, waiting=0, started_s=started_s))
+        assert (learner.slots, learner.found) == (8, True)
+
+
 @pytest.mark.parametrize(("before", "first"), [(1, 2), (8, 2), (64, 8), (512, 22)])
 def test_a_search_after_a_restart_begins_at_the_root_of_the_last_number(before: int, first: int) -> None:
     learner = SlotsLearner(before)

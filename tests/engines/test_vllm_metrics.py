@@ -64,3 +64,19 @@ def test_counts_that_are_no_number_of_requests_are_unknown(count: str) -> None:
 def test_a_cache_of_no_size_or_an_absurd_one_is_unknown(tokens: str) -> None:
     cache = f'vllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'
     assert read_load(f"vllm:num_requests_running 0.0\n{cache}") == load(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "started_s"),
+    [
+        ("process_start_time_seconds 1.79584594231e+09", 1795845942.31),
+        ("process_start_time_seconds 17", 17.0),
+        ("process_start_time_seconds 1e", None),
+        ("process_start_time_seconds NaN", None),
+        ("", None),
+    ],
+)
+def test_the_start_of_the_process_is_read(row: str, started_s: float | None) -> None:
+    told = vllm_metrics(f"vllm:num_requests_running 0.0\n{row}\n".encode())
+    assert told is not None
+    assert told.started_s == started_s
