@@ -2,4 +2,5 @@
 
 engine : an engine of unknown slots in virtual time, with what a learner sees of it
 run    : random engines, each with its slots known and learnt
+light  : an engine that is hardly used, with a long prompt now and then
 """
