@@ -78,6 +78,63 @@ def test_chats_avoid_an_engine_that_computes_a_long_prompt() -> None:
     assert placed(arrive(scheduler, chat(5), now_s=5.1)) == [(5, "a")], "by now the prompt is probably computed"
 
 
+# ---- waiting for a busy engine ----
+
+HERE, THERE = tuple(range(1, 51)), tuple(range(101, 151))  # prompts of five seconds
+
+
+def warm(order: str = "fffs") -> Scheduler:
+    """Engine a has the prompt HERE, and its one slot is taken by a chat; b is free."""
+    scheduler = experienced(engine("a", 1), engine("b", 1), order=order)
+    assert placed(arrive(scheduler, begins(0, *HERE))) == [(0, "a")]
+    step(scheduler, AnswerBegan(0), 5.0)
+    step(scheduler, RequestEnded("a", 0, "completed", 100.0), 7.0)
+    assert placed(arrive(scheduler, chat(1), now_s=7.0)) == [(1, "a")]
+    return scheduler
+
+
+@pytest.mark.parametrize("order", ["fffs", "boost"])
+def test_a_request_waits_for_a_busy_engine_that_has_its_prompt_rather_than_have_it_computed_again(order: str) -> None:
+    scheduler = warm(order)
+    assert placed(arrive(scheduler, begins(2, *HERE, 51), now_s=7.0)) == []
+    assert placed(arrive(scheduler, chat(3), now_s=7.1)) == [(3, "b")], "others take the free slot meanwhile"
+    assert placed(step(scheduler, RequestEnded("b", 3, "completed", 100.0), 8.0)) == []
+    assert placed(step(scheduler, RequestEnded("a", 1, "completed", 100.0), 9.0)) == [(2, "a")]
+
+
+def test_nobody_waits_for_a_busy_engine_that_has_little_of_the_prompt() -> None:
+    scheduler = warm()
+    assert placed(arrive(scheduler, begins(2, *HERE[:2], 51), now_s=7.0)) == [(2, "b")]
+
+
+def test_nobody_waits_for_a_busy_engine_for_longer_than_the_prompt_would_take_elsewhere() -> None:
+    """Five seconds that count twice, as the prompt displaces as much of the cache of b."""
+    scheduler = warm()
+    assert placed(arrive(scheduler, begins(2, *HERE, 51), now_s=7.0)) == []
+    assert scheduler.wake_at_s == pytest.approx(17.0, abs=0.3)
+    assert placed(step(scheduler, TimerFired(), 16.0)) == []
+    assert placed(step(scheduler, TimerFired(), scheduler.wake_at_s)) == [(2, "b")]
+
+
+def test_a_request_waits_no_more_once_the_engine_that_had_its_prompt_is_lost() -> None:
+    scheduler = warm()
+    assert placed(arrive(scheduler, begins(2, *HERE, 51), now_s=7.0)) == []
+    assert (2, "b") in placed(step(scheduler, EngineLost("a", (1,)), 8.0))
+
+
+def test_those_who_wait_for_one_engine_do_not_hold_up_those_who_wait_for_another() -> None:
+    scheduler = experienced(engine("a", 1), engine("b", 1), engine("c", 1))
+    assert placed(arrive(scheduler, begins(0, *HERE), begins(1, *THERE))) == [(0, "a"), (1, "b")]
+    for number in (0, 1):
+        step(scheduler, AnswerBegan(number), 5.0)
+    for number, name in ((0, "a"), (1, "b")):
+        step(scheduler, RequestEnded(name, number, "completed", 100.0), 7.0)
+    assert placed(arrive(scheduler, chat(2), chat(3), now_s=7.0)) == [(2, "a"), (3, "b")]
+    assert placed(arrive(scheduler, begins(4, *HERE, 51), begins(5, *THERE, 51), now_s=7.0)) == []
+    assert placed(step(scheduler, RequestEnded("b", 3, "completed", 100.0), 8.0)) == [(5, "b")]
+    assert placed(step(scheduler, RequestEnded("a", 2, "completed", 100.0), 9.0)) == [(4, "a")]
+
+
 # ---- long prompts ----
 
 

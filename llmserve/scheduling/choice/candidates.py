@@ -96,7 +96,7 @@ class Candidates:
             batch
             for batch in queues.formed.batches()
             if not batch.avoid
-            and not (batch.passable and (batch.share, batch.long) in self.skipped)
+            and not (batch.passable and (batch.share, batch.behind is not None) in self.skipped)
             and (share is None or batch.has(share))
         ]
 

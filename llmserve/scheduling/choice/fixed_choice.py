@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.choice.choice import Choice, Start
+from llmserve.scheduling.choice.placement import later
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import FairShares, Share
 from llmserve.scheduling.group import Forming, Group
@@ -33,7 +34,8 @@ class FixedChoice(Choice):
         self._skipped: set[FormedBatch] = set()  # batches that others may pass
         self._formed = False  # whether a batch has formed since the last look for the first batch began
         self._lines: set[str] = set()  # names of engines on which a step of a program waits for room
-        self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
+        self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory, or waits for a busy one no longer
+        self._later: EngineState | None = None  # the busy engine for which the batch looked at last waits
 
     def starts(self) -> Iterator[Start]:
         startable = self._startable()
@@ -89,6 +91,11 @@ class FixedChoice(Choice):
     def hold(self, queues: ModelQueues, batch: FormedBatch) -> None:
         """Skip a batch that cannot start now, or let it block engines, or both."""
         formed, model = queues.formed, queues.model
+        if self._later is not None:
+            formed.set_apart_behind(batch, self._later.info.name)
+            self._skipped.add(batch)
+            self._rechecks_s.append(batch.later_until_s)
+            return
         if self.waits_for_another_engine(queues, batch):
             self._skipped.add(formed.set_apart(batch))
             return
@@ -97,7 +104,7 @@ class FixedChoice(Choice):
         homes = programs.home(first, engines) if first.turn is not None else engines
         behind = [engine for engine in homes if self._comes_behind(queues, first, engine)]
         if behind and len(behind) == len(homes):
-            formed.set_apart_long(batch)
+            formed.set_apart_behind(batch, "")
             self._skipped.add(batch)
             return
         engines = [engine for engine in engines if engine not in behind]
@@ -298,10 +305,15 @@ class FixedChoice(Choice):
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
 
         Free slots come first. A look-ahead place at a busy engine is used only while at least as many formed requests
-        wait as there are engines, so that a slot that becomes free elsewhere still gets a request.
+        wait as there are engines, so that a slot that becomes free elsewhere still gets a request. No free slot is
+        taken while it costs less to wait for a busy engine that has more of the prompt (placement.py).
         """
+        self._later = None
         engines = self._willing(queues, batch, self._pool.free_for(queues.model, blocked))
         free: Sequence[EngineState] = [engine for engine in engines if engine.room > 0]
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
-        return self._best_for(queues, batch.first, free)
+        best = self._best_for(queues, batch.first, free)
+        if best is not None and batch.first.request.blocks and len(queues.engines) > 1:
+            self._later = later(self._pool, queues, batch, best, self._now_s)
+        return best if self._later is None else None

@@ -131,7 +131,7 @@ class MomentChoice(Choice):
             self._forms = True
         behind = self._comes_behind(queues, first, engine)
         if behind:
-            formed.set_apart_long(batch)
+            formed.set_apart_behind(batch, "")
         else:
             formed.set_apart_large(batch)
         self._candidates.skipped.add((batch.share, behind))

@@ -8,18 +8,23 @@
     answer    seconds of the answer.  u : n over the engine's slots
     wait      seconds until a slot is free, if there is none: n over the slots, of mean answers
 
+A free slot is left to others while an engine without one has more of the prompt and costs less, with the wait:
+computing the prompt again delays all who run here, and those who come back for what it displaces. But no request waits
+for longer than it would cost to start where a slot is free.
+
 So a request goes where its prompt is, unless that engine is so busy that it costs less to compute the prompt elsewhere;
 then the other engine has it, too. A prompt that all share is soon on all engines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from llmserve.request import Request
 from llmserve.scheduling.engines import EnginePool, EngineState
 from llmserve.scheduling.queues.model_queues import ModelQueues
-from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest
 
 # With all slots in use a token takes about twice as long as alone, so a mean one 1.5 times; and each answer more
 # delays the others together as much as they delay it.
@@ -55,6 +60,29 @@ def cost_s(
     answer_s, beside = queued.service_s - queued.prompt_s, min(running, slots)
     cost = engine.prefills.left_s(now_s) + prefill_s * (1 + beside) + SLOWER * answer_s * beside / slots
     return cost + queued.service_mean_s * max(0, running + 1 - slots) / slots
+
+
+def later(
+    pool: EnginePool, queues: ModelQueues, batch: FormedBatch, free: EngineState, now_s: float
+) -> EngineState | None:
+    """The busy engine for which the first request of a batch waits instead of starting now on `free`, the best with a
+    free slot; None: it starts.
+    """
+    queued, residency = batch.first, pool.residency
+    if not queues.prompts.mean_s or now_s >= batch.later_until_s or queued.turn is not None:
+        return None
+    here = residency.hit_tokens(free.info.name, queued.request)
+    cost = cost_s(queues, queued, free, here, now_s)
+    best = None
+    for engine in queues.engines:
+        if engine.room > 0 or not engine.circuit.closed or not engine.open_to(queues.model):
+            continue
+        there = residency.hit_tokens(engine.info.name, queued.request)
+        if there > here and (other := cost_s(queues, queued, engine, there, now_s)) < cost:
+            best, cost = engine, other
+    if best is not None and batch.later_until_s == math.inf:
+        batch.later_until_s = now_s + cost_s(queues, queued, free, here, now_s)
+    return best
 
 
 def missing_s(queues: ModelQueues, request: Request, cached_tokens: float) -> float:

@@ -16,8 +16,9 @@ class FormedQueue:
     A batch waits in the sub-queue of its least served share (scheduling/fair.py). Push and pop cost O(log batches),
     removal of a request O(1). Returned batches, which an engine has failed, refused or lost, are few. They wait apart,
     because each may have to wait for another engine. Large batches, whose first request needs more than a fair share of
-    a memory, have sub-queues of their own once others may pass, and so have those with a long prompt (prefills.py),
-    which wait for something else: only the first batch of each sub-queue is looked at, however many wait.
+    a memory, have sub-queues of their own once others may pass. So have those that let others pass because they wait
+    for something else: that a long prompt is computed (prefills.py), or for a busy engine that has their prompt
+    (placement.py), by its name. Only the first batch of each sub-queue is looked at, however many wait.
 
     only : the sub-queue, while one share's batches wait, and none is returned or large; else []
     """
@@ -26,7 +27,7 @@ class FormedQueue:
         self._key = key
         self._by_share: dict[Share, list[Entry]] = {}  # sub-queues: heaps whose first entries are valid; none is empty
         self._large: dict[Share, list[Entry]] = {}  # of large batches
-        self._long: dict[Share, list[Entry]] = {}  # of long prompts
+        self._behind: dict[tuple[Share, str], list[Entry]] = {}  # of batches that wait for something else: for what
         self._returned: list[FormedBatch] = []
         self._requests = 0
         self._serial = 0
@@ -35,7 +36,7 @@ class FormedQueue:
     def _note_only(self) -> None:
         """Set `only`. Call when sub-queues have come or gone, or `returned` has changed."""
         heaps = self._by_share
-        plain = len(heaps) == 1 and not (self._returned or self._large or self._long)
+        plain = len(heaps) == 1 and not (self._returned or self._large or self._behind)
         self.only = next(iter(heaps.values())) if plain else []
 
     def push(self, batch: FormedBatch) -> None:
@@ -43,14 +44,18 @@ class FormedQueue:
         batch.key = self._key(batch)
         self._enter(batch)
 
-    def _enter(self, batch: FormedBatch, *, large: bool = False, long: bool = False) -> None:
+    def _enter(self, batch: FormedBatch, *, large: bool = False, behind: str | None = None) -> None:
         """Give a batch an entry, which voids an earlier one. `_drop_void` must follow if there was an earlier one."""
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        entry = batch.entry(self._serial, large=large, long=long)
-        heaps = self._long if long else self._large if large else self._by_share
-        heap = heaps.get(batch.share)
-        if heap is None:
-            heap = heaps[batch.share] = []
+        entry = batch.entry(self._serial, large=large, behind=behind)
+        if behind is None:
+            heaps = self._large if large else self._by_share
+            heap = heaps.get(batch.share)
+            if heap is None:
+                heap = heaps[batch.share] = []
+                self._note_only()
+        else:
+            heap = self._behind.setdefault((batch.share, behind), [])
             self._note_only()
         heapq.heappush(heap, entry)
         if len(heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
@@ -62,7 +67,7 @@ class FormedQueue:
         key_of, shares = self._key, {}
         for batch in batches:
             key = key_of(batch)
-            if key != batch.key or batch.large or batch.long:
+            if key != batch.key or batch.passable:
                 batch.key = key
                 if batch.serial:
                     self._enter(batch)
@@ -77,7 +82,7 @@ class FormedQueue:
         for batch in self._returned:
             batch.key = key_of(batch) if batch.requests else batch.key
         heaps = self._by_share = {}
-        self._large, self._long = {}, {}
+        self._large, self._behind = {}, {}
         for batch in fresh:
             batch.key = key_of(batch)
             share = batch.join_least_served()
@@ -92,7 +97,7 @@ class FormedQueue:
 
     def _entered(self) -> list[FormedBatch]:
         """The batches with a valid entry, in no order."""
-        entries = chain(*self._by_share.values(), *self._large.values(), *self._long.values())
+        entries = chain(*self._by_share.values(), *self._large.values(), *self._behind.values())
         return [batch for _, _, serial, batch in entries if batch.requests and serial == batch.serial]
 
     def push_returned(self, batch: FormedBatch) -> None:
@@ -117,10 +122,12 @@ class FormedQueue:
             self._drop_void(batch.share)
         return not batch.large or self._large[batch.share][0][3] is batch
 
-    def set_apart_long(self, batch: FormedBatch) -> None:
-        """Move a batch to those of long prompts, so that others can overtake."""
-        if batch.serial and not batch.long:
-            self._enter(batch, long=True)
+    def set_apart_behind(self, batch: FormedBatch, what: str) -> None:
+        """Move a batch to those that wait for something else, so that others can overtake. what : a long prompt, "", or
+        the name of a busy engine
+        """
+        if batch.serial and batch.behind != what:
+            self._enter(batch, behind=what)
             self._drop_void(batch.share)
 
     def hold(self, batch: FormedBatch) -> None:
@@ -162,8 +169,8 @@ class FormedQueue:
 
     @property
     def passable(self) -> list[FormedBatch]:
-        """The first large batch of each share, and the first of a long prompt."""
-        return [heap[0][3] for heap in chain(self._large.values(), self._long.values())]
+        """The first large batch of each share, and the first of those that wait for the same."""
+        return [heap[0][3] for heap in chain(self._large.values(), self._behind.values())]
 
     def first(self, without: Container[FormedBatch] = (), share: Share | None = None) -> FormedBatch | None:
         """The first batch; None: there is none.
@@ -171,7 +178,7 @@ class FormedQueue:
         without : returned and passable batches to leave out.  share : of which the batch must hold a request; None: any
         """
         fresh = self.fresh(share)
-        if self.only or not (self._returned or self._large or self._long):
+        if self.only or not (self._returned or self._large or self._behind):
             return fresh
         firsts = [] if fresh is None else [fresh]
         for batches in (self.returned, self.passable):
@@ -215,20 +222,27 @@ class FormedQueue:
             moves = not batch.has(before)
             if moves:
                 batch.join_least_served()
-            if moves or batch.large or batch.long:  # the new first request may be modest
+            if moves or batch.passable:  # the new first request may be modest
                 self._enter(batch)
         self._drop_void(before)
 
     def _drop_void(self, share: Share) -> None:
         """Pop void entries, so that the first batch of each of the share's sub-queues holds a request."""
-        apart = self._large or self._long
-        for heaps in (self._by_share, self._large, self._long) if apart else (self._by_share,):
-            heap = heaps.get(share)
-            while heap and not _is_valid(heap[0]):
-                heapq.heappop(heap)
-                if not heap:
-                    del heaps[share]
-                    self._note_only()
+        for heaps in (self._by_share, self._large) if self._large else (self._by_share,):
+            if (heap := heaps.get(share)) is not None and not _tidied(heap):
+                del heaps[share]
+                self._note_only()
+        for key in [key for key in self._behind if key[0] is share] if self._behind else ():
+            if not _tidied(self._behind[key]):
+                del self._behind[key]
+                self._note_only()
+
+
+def _tidied(heap: list[Entry]) -> bool:
+    """Pop void entries from the front. Returns whether any entry is left."""
+    while heap and not _is_valid(heap[0]):
+        heapq.heappop(heap)
+    return bool(heap)
 
 
 def _is_valid(entry: Entry) -> bool:

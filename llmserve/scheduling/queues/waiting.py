@@ -348,7 +348,20 @@ class FormedBatch:
     """A batch that waits for an engine. Requests may leave one by one: cancelled, or started by a refill engine."""
 
     __slots__ = (
-        *("avoid", "bin", "formed_at_s", "id", "key", "large", "long", "model", "requests", "serial", "share", "size"),
+        *(
+            "avoid",
+            "behind",
+            "bin",
+            "formed_at_s",
+            "id",
+            "key",
+            "large",
+            "later_until_s",
+            "model",
+            "requests",
+            "serial",
+        ),
+        *("share", "size"),
     )
 
     def __init__(
@@ -362,8 +375,9 @@ class FormedBatch:
         self.size = len(requests)
         self.key = 0.0  # the order's key, by the present forecasts of the requests
         self.serial = 0  # of the batch's entry in the formed queue; 0: none
-        self.large = False  # whether the entry is in a sub-queue of large batches; long: in one of long prompts
-        self.long = False
+        self.large = False  # whether the entry is in a sub-queue of large batches
+        self.behind: str | None = None  # for what it waits in another sub-queue (FormedQueue); None: in none
+        self.later_until_s = math.inf  # how long it may wait for a busy engine at most; inf: it has not begun to
         self.avoid: frozenset[str] = frozenset()  # engines that failed or refused the batch; used if no other works
         self.share = requests[0].share if len(requests) == 1 else self.join_least_served()
 
@@ -393,9 +407,9 @@ class FormedBatch:
 
     # ---- its place in the formed queue ----
 
-    def entry(self, serial: int, *, large: bool = False, long: bool = False) -> Entry:
-        """Make the batch's entry, which voids an earlier one. large, long : see FormedQueue"""
-        self.serial, self.large, self.long = serial, large, long
+    def entry(self, serial: int, *, large: bool = False, behind: str | None = None) -> Entry:
+        """Make the batch's entry, which voids an earlier one. large, behind : see FormedQueue"""
+        self.serial, self.large, self.behind = serial, large, behind
         return self.key, self.id, serial, self
 
     def leave_entry(self) -> None:
@@ -411,7 +425,7 @@ class FormedBatch:
         else:
             shares = dict.fromkeys([queued.share for queued in self.requests.values()])
             self.share = min(shares, key=lambda share: share.place, default=NOBODY)
-        self.large = self.long = False
+        self.large, self.behind = False, None
         return self.share
 
     def come_back(self, engine: str) -> None:
@@ -425,8 +439,8 @@ class FormedBatch:
 
     @property
     def passable(self) -> bool:
-        """Whether the batch is in a sub-queue of large batches, or in one of long prompts."""
-        return self.large or self.long
+        """Whether others may pass the batch: it is in a sub-queue of large batches, or waits for something else."""
+        return self.large or self.behind is not None
 
     @property
     def suspect(self) -> bool:
