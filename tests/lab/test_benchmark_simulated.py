@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from questions.simulated import warm
 from questions.simulated.fit import Answer, fitted
 from questions.simulated.long import SETTINGS, passed
 from questions.simulated.run import FIGURES, conversations, costs_record, simulated
@@ -63,3 +64,9 @@ def test_the_work_is_the_same_in_front_of_the_engine_and_chats_wait_no_longer_fo
     assert boost["tokens_per_s"] == pytest.approx(direct["tokens_per_s"], rel=0.01)
     assert boost["first_s_mean"] < direct["first_s_mean"]
     assert min(boost["long_first_s_mean"], direct["long_first_s_mean"]) > 5.0, "of which a long prompt takes five"
+
+
+def test_where_slots_run_out_more_is_found_in_caches_by_those_who_wait_for_the_engine_that_has_their_prompt() -> None:
+    anywhere, ours = (warm.passed(way, 100, 5.0, 1) for way in (warm.ANY, warm.OURS))
+    assert ours["hit_rate"] > anywhere["hit_rate"]
+    assert ours["first_s_mean"] < anywhere["first_s_mean"]
