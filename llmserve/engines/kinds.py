@@ -11,6 +11,7 @@ import os
 import ssl
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,21 +95,15 @@ class EngineKind:
     def _connected(
         self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, slots: SlotsLearner | None = None
     ) -> OpenAIEngine:
-        settings, live = self.settings, self.config.live
-        return (GroupServer if settings.engines_are_groups else OpenAIEngine)(
+        return client_of(
+            self.config,
             info,
             url,
-            timeouts=Timeouts(
-                settings.engine_connect_s, settings.engine_idle_s, settings.engine_answer_s, live.probe_s
-            ),
-            answer_bytes_max=settings.engine_answer_bytes_max,
-            probe_path=live.probe_path if process is None else HEALTH_PATH,
-            api_key=process.api_key if process is not None else settings.engine_api_key,
+            process.api_key if process is not None else self.settings.engine_api_key,
+            probe_path=self.config.live.probe_path if process is None else HEALTH_PATH,
             restart=process.restart if process is not None else None,
             slots=slots,
-            dialect=LLMSERVE if settings.engines_are_groups else None,
             tls=self._tls.context if url.startswith("https:") else None,
-            tls_name=settings.engine_tls_name,
         )
 
     def _refill(
@@ -246,6 +241,34 @@ KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL":
 def kinds_of(config: Config, tls: EngineTls | None = None) -> list[EngineKind]:
     """Return the requested kinds of engines."""
     return [kind(config, tls) for kind in KINDS.values() if kind.is_requested(config.engines)]
+
+
+def client_of(
+    config: Config,
+    info: EngineInfo,
+    url: str,
+    api_key: str | None,
+    *,
+    probe_path: str = HEALTH_PATH,
+    restart: Callable[[], Awaitable[None]] | None = None,
+    slots: SlotsLearner | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> OpenAIEngine:
+    """A client of the engine at a URL, with the times and sizes of the settings; see OpenAIEngine."""
+    settings, live = config.engines, config.live
+    return (GroupServer if settings.engines_are_groups else OpenAIEngine)(
+        info,
+        url,
+        timeouts=Timeouts(settings.engine_connect_s, settings.engine_idle_s, settings.engine_answer_s, live.probe_s),
+        answer_bytes_max=settings.engine_answer_bytes_max,
+        probe_path=probe_path,
+        api_key=api_key,
+        restart=restart,
+        slots=slots,
+        dialect=LLMSERVE if settings.engines_are_groups else None,
+        tls=tls,
+        tls_name=settings.engine_tls_name,
+    )
 
 
 def engine_name(url: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmserve.calls.client_request import ClientExchange
 from llmserve.calls.in_flight import Head, InFlightCall, Receipt, Trace, request_name
 from llmserve.errors import RequestError
-from llmserve.estimates.estimator import Estimator
+from llmserve.estimates.estimator import QueuePosition
 from llmserve.gateway.answers import error_parts
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.intake import Intake
@@ -18,8 +18,8 @@ from llmserve.gateway.stages import Admission
 from llmserve.http.exchange import CONTROL
 from llmserve.programs.sources import PROGRAM_HEADER
 from llmserve.request import Call
+from llmserve.tenants.buckets import Headers
 from llmserve.tenants.keys import GATEWAY
-from llmserve.tenants.limits import Account
 from llmserve.wire.answer_forms import Silence, error_of_body
 from llmserve.wire.headers import (
     BATCH_HEADER,
@@ -68,7 +68,7 @@ class Completions(Intake):
         account = draft.account
         assert account is not None, "a request that was admitted has an account"
         call = (self._gateways if account.name == GATEWAY else self._admission).decide(draft)
-        answer = _Answer(call, exchange, account)
+        answer = ClientAnswer(call, exchange, account)
         trace = self._begin_trace(call, exchange) if self._begin_trace is not None else None
         in_flight = self._cluster.calls.submit(call, answer, account.charge(call.model), trace)
         if exchange.followed:
@@ -76,7 +76,10 @@ class Completions(Intake):
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.calls.cancel, in_flight)
             if call.wire.stream:
-                exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.estimator)
+                exchange.on_silence = partial(self._keep_alive, answer, in_flight)
+
+    def _keep_alive(self, answer: ClientAnswer, in_flight: InFlightCall) -> None:
+        answer.keep_alive(in_flight, self._cluster.estimator.position_of(in_flight))
 
 
 def receipt_lines(receipt: Receipt, call: Call) -> bytes:
@@ -90,13 +93,28 @@ def receipt_lines(receipt: Receipt, call: Call) -> bytes:
     return lines if receipt.cached_tokens is None else lines + CACHED % receipt.cached_tokens
 
 
-class _Answer:
-    """Writes the answer of a call to the client's connection."""
+class LimitsTold(Protocol):
+    """What an answer tells its client of the limits of the key.
 
-    __slots__ = ("_account", "_call", "_exchange", "write")
+    is_limited : whether the key has any
+    """
 
-    def __init__(self, call: Call, exchange: ClientExchange, account: Account) -> None:
-        self._call = call
+    @property
+    def is_limited(self) -> bool: ...
+
+    def headers(self, model: str) -> Headers: ...
+
+
+class ClientAnswer:
+    """Writes the answer of a call to the client's connection.
+
+    call : as its engine gets it
+    """
+
+    __slots__ = ("_account", "_exchange", "call", "write")
+
+    def __init__(self, call: Call, exchange: ClientExchange, account: LimitsTold) -> None:
+        self.call = call
         self._exchange = exchange
         self._account = account
         self.write = exchange.write
@@ -114,10 +132,10 @@ class _Answer:
             if head.body is not None:
                 self._write_error(error_of_body(head.status, head.body), head.receipt)
             return
-        exchange.common_headers += receipt_lines(head.receipt, self._call)
+        exchange.common_headers += receipt_lines(head.receipt, self.call)
         headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
         if self._account.is_limited:
-            headers += self._account.headers(self._call.model)
+            headers += self._account.headers(self.call.model)
         if head.retry_after is not None:
             headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
         headers += head.headers
@@ -135,32 +153,32 @@ class _Answer:
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
         if self._exchange.started:  # the status is already sent
-            self._write_error(self._call.wire.form.error(error), receipt)
+            self._write_error(self.call.wire.form.error(error), receipt)
             return
         status, headers, body = error_parts(error, self._exchange.state.form)
         if receipt is not None:
-            self._exchange.common_headers += receipt_lines(receipt, self._call)
+            self._exchange.common_headers += receipt_lines(receipt, self.call)
         self._exchange.respond(status, headers, body)
 
     def _write_error(self, body: dict[str, Any], receipt: Receipt | None) -> None:
         """End the stream with an error, in the form of its endpoint."""
-        if receipt is not None and self._call.terms.receipt:
+        if receipt is not None and self.call.terms.receipt:
             body = {**body, "llmserve": receipt.fields}
-        self._exchange.write(self._call.wire.form.last_events(body))
+        self._exchange.write(self.call.wire.form.last_events(body))
         self._exchange.end()
 
-    def keep_alive(self, in_flight: InFlightCall, estimator: Estimator) -> None:
+    def keep_alive(self, in_flight: InFlightCall, queued: QueuePosition | None) -> None:
         """Write a comment that tells the call's place, and what the client counts as a sign of life."""
         if in_flight.measured.usage is not None and in_flight.measured.usage.in_parts:
             return
         if not self._exchange.started:
-            self._exchange.common_headers += REQUEST_ID % request_name(in_flight.request.id, self._call).encode()
+            self._exchange.common_headers += REQUEST_ID % request_name(in_flight.request.id, self.call).encode()
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), *STREAM_HEADERS]
             self._exchange.start(200, headers, None)
         silence = Silence(
-            comment_of(estimator.position_of(in_flight), running=in_flight.answering is not None),
+            comment_of(queued, running=in_flight.answering is not None),
             in_flight.delivery.answered,
             in_flight.measured.usage,
             counts_events(self._exchange.headers),
         )
-        self._exchange.write(self._call.wire.form.keep_alive(silence))
+        self._exchange.write(self.call.wire.form.keep_alive(silence))

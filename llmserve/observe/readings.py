@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.live.cluster import LiveCluster
@@ -207,8 +207,11 @@ class Plans:
 class Connections(Protocol):
     """The connections of a server; see http/server.py."""
 
-    connections: set[Any]
-    cut: Counter[str]
+    @property
+    def connections(self) -> Sized: ...
+
+    @property
+    def cut(self) -> Mapping[str, int]: ...
 
     @property
     def buffered_bytes(self) -> int: ...
