@@ -313,7 +313,9 @@ class FixedChoice(Choice):
         free: Sequence[EngineState] = [engine for engine in engines if engine.room > 0]
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
-        best = self._best_for(queues, batch.first, free)
-        if best is not None and batch.first.request.blocks and len(queues.engines) > 1:
-            self._later = later(self._pool, queues, batch, best, self._now_s)
+        first = batch.first
+        best = self._best_for(queues, first, free)
+        if best is None or not first.request.blocks or len(queues.engines) == 1:
+            return best
+        self._later = later(self._pool, queues, batch, best, self._now_s)
         return best if self._later is None else None
