@@ -21,7 +21,7 @@ from llmserve.estimates.waiting_rows import WaitingRow
 from llmserve.request import Request
 from llmserve.scheduling.choice.orders import Order
 from llmserve.scheduling.engines import remaining_tokens
-from llmserve.scheduling.fair import Share, dealt
+from llmserve.scheduling.fair import Share, by_turn, dealt
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.rates import ServiceTime
@@ -261,7 +261,7 @@ def in_turn(queues: ModelQueues, order: Order) -> list[QueuedRequest]:
     of_shares: dict[Share, list[QueuedRequest]] = {}
     for queued in (*formed, *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id))):
         of_shares.setdefault(queued.share, []).append(queued)
-    return list(dealt(((share, iter(requests)) for share, requests in of_shares.items()), queues.waiting))
+    return list(dealt(((share, iter(requests)) for share, requests in by_turn(of_shares)), queues.waiting))
 
 
 def remaining_s(call: InFlightCall, service: ServiceTime, now_s: float) -> float:

@@ -36,6 +36,7 @@ class Costly(Protocol):
 
 
 T = TypeVar("T", bound=Costly)
+P = TypeVar("P")
 
 
 def cost(prompt_tokens: float, answer_tokens: float) -> float:
@@ -206,16 +207,30 @@ class FairShares:
 NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet
 
 
+def by_turn(parts: Mapping[Share, P]) -> Iterator[tuple[Share, P]]:
+    """What waits of each share, the least served share first. All shares compete with one another, and wait."""
+    if len(parts) < 2:
+        return iter(parts.items())
+    return ((share, parts[share]) for share in next(iter(parts)).among if share in parts)
+
+
 def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int, least: int | None = None) -> Iterator[T]:
     """Deal at most `count` requests: each time the next request of the share that would then be least served.
 
-    parts : the requests of each share, in the share's order.  least : after so many requests, deal others only while
-    their share would be ahead of the first by no more than these requests have cost
+    parts : the requests of each share, in the share's order; the least served share first (by_turn). No more of them is
+    asked for than is dealt from.  least : after so many requests, deal others only while their share would be ahead of
+    the first by no more than these requests have cost
     """
-    heap = [(*share.place, share, requests) for share, requests in parts]
-    heapq.heapify(heap)
-    first, spent, number_dealt = heap[0][0] if heap else 0.0, 0.0, 0
-    while heap and number_dealt < count:
+    shares = iter(parts)
+    coming = next(shares, None)
+    heap: list[tuple[float, int, Share, Iterator[T]]] = []
+    first, spent, number_dealt = coming[0].served if coming is not None else 0.0, 0.0, 0
+    while number_dealt < count:
+        while coming is not None and (not heap or coming[0].place < heap[0][:2]):
+            heapq.heappush(heap, (*coming[0].place, *coming))
+            coming = next(shares, None)
+        if not heap:
+            return
         served, number, share, requests = heap[0]
         if least is not None and number_dealt >= least and served > first + spent:
             return

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import ClassVar
 
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.fair import Share, dealt
+from llmserve.scheduling.fair import Share, by_turn, dealt
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue, around_first, largest_feasible
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 
@@ -111,7 +111,7 @@ class Candidate:
         for queue in (self.queue, *self.shorter):
             for share, part in queue.by_share():
                 parts.setdefault(share, []).append(part.from_deadline(ends_s))
-        requests = list(dealt(((share, chain(*rows)) for share, rows in parts.items()), self.count))
+        requests = list(dealt(((share, chain(*rows)) for share, rows in by_turn(parts)), self.count))
         for queued in requests:
             next(queue for queue in (self.queue, *self.shorter) if queued.request.id in queue.requests).remove(queued)
         return requests

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from llmserve.scheduling.fair import Share
+from llmserve.scheduling.fair import Share, by_turn
 from llmserve.scheduling.queues.waiting import BinQueue, FormedBatch, QueuedRequest
 
 ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
@@ -50,7 +50,8 @@ class DeadlineQueue(BinQueue):
         """
         if self.parts and start < len(self._row):
             deadline_s = self._row[start][0]
-            return self.take_dealt(((share, part.from_deadline(deadline_s)) for share, part in self.by_share()), count)
+            parts = ((share, part.from_deadline(deadline_s)) for share, part in by_turn(dict(self.by_share())))
+            return self.take_dealt(parts, count)
         if self.whole is not None:
             requests = [self.at(place) for place in range(start, min(start + count, len(self._row)))]
             for queued in requests:

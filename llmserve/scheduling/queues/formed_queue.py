@@ -59,7 +59,7 @@ class FormedQueue:
             self._note_only()
         heapq.heappush(heap, entry)
         if len(heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
-            heap[:] = [entry for entry in heap if _is_valid(entry)]
+            heap[:] = _valid(heap)
             heapq.heapify(heap)
 
     def sort_again(self, batches: Iterable[FormedBatch]) -> None:
@@ -97,8 +97,28 @@ class FormedQueue:
 
     def _entered(self) -> list[FormedBatch]:
         """The batches with a valid entry, in no order."""
-        entries = chain(*self._by_share.values(), *self._large.values(), *self._behind.values())
-        return [batch for _, _, serial, batch in entries if batch.requests and serial == batch.serial]
+        return [entry[3] for entry in _valid(self._entries())]
+
+    def _entries(self) -> Iterator[Entry]:
+        """All entries, also void ones."""
+        return chain(*self._by_share.values(), *self._large.values(), *self._behind.values())
+
+    def snapshot(self) -> list[Entry]:
+        """All entries, also void ones, for `sort_slice`; of a sub-queue nearly the last first."""
+        entries = list(self._entries())
+        entries.reverse()
+        return entries
+
+    def sort_slice(self, snapshot: list[Entry], count: int, tell: Callable[[Iterable[QueuedRequest]], None]) -> None:
+        """Sort the batches of the last `count` entries of a snapshot, which are removed from it, and of all returned
+        batches at its end. tell : gives requests the inputs of their keys
+        """
+        batches = [entry[3] for entry in snapshot[-count:] if entry[3].requests]
+        del snapshot[-count:]
+        if not snapshot:
+            batches += [batch for batch in self._returned if batch.requests]
+        tell(chain.from_iterable([batch.requests.values() for batch in batches]))
+        self.sort_again(batches)
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -243,6 +263,11 @@ def _tidied(heap: list[Entry]) -> bool:
     while heap and not _is_valid(heap[0]):
         heapq.heappop(heap)
     return bool(heap)
+
+
+def _valid(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries whose batches hold a request, and have no later entry."""
+    return [entry for entry in entries if entry[2] == entry[3].serial and entry[3].requests]
 
 
 def _is_valid(entry: Entry) -> bool:

@@ -16,7 +16,7 @@ from llmserve.scheduling.prefills import is_long
 from llmserve.scheduling.queues.binning import Binning
 from llmserve.scheduling.queues.formed_queue import FormedQueue
 from llmserve.scheduling.queues.oldest import Oldest
-from llmserve.scheduling.queues.waiting import Amount, BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
+from llmserve.scheduling.queues.waiting import Amount, BinQueue, Entry, FormedBatch, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
 from llmserve.scheduling.work import PromptTime, Work
@@ -92,7 +92,7 @@ class ModelQueues:
         self.service, self.prompts, self.items = ServiceTime(), PromptTime(), ItemService()
         self.formed, self.load, self.dirty = FormedQueue(order.batch_key), Load() if order.follows_load else None, False
         self.bins = [queue(index) for index in range(binning.edges.bins)]
-        self._unsorted: list[FormedBatch] | None = None  # formed batches with stale keys; None: all, and the bins, too
+        self._unsorted: list[Entry] | None = None  # of batches with stale keys; None: all, and the bins, too
         self.fair = FairShares()
         self.waiting, self.amount = 0, Amount()  # requests in bins and in formed batches, and what they have to do
         self.present = 0  # requests that wait or run
@@ -245,11 +245,8 @@ class ModelQueues:
             self.load.tell(chain(*self.bins))
             for queue in self.bins:
                 queue.sort_all()
-            self._unsorted = self.formed.in_no_order()[::-1]  # of a heap: nearly the last first
-        batches = [batch for batch in self._unsorted[-SORTED_AT_ONCE:] if batch.requests]
-        del self._unsorted[-SORTED_AT_ONCE:]
-        self.load.tell(chain.from_iterable([batch.requests.values() for batch in batches]))
-        self.formed.sort_again(batches)
+            self._unsorted = self.formed.snapshot()
+        self.formed.sort_slice(self._unsorted, SORTED_AT_ONCE, self.load.tell)
         self.dirty = bool(self._unsorted)
 
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from llmserve.request import Request
-from llmserve.scheduling.fair import NOBODY, Share, cost, dealt
+from llmserve.scheduling.fair import NOBODY, Share, by_turn, cost, dealt
 from llmserve.scheduling.programs.turn import Turn
 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
@@ -263,7 +263,7 @@ class BinQueue:
         return iter(self)
 
     def take_dealt(self, parts: Iterable[tuple[Share, Iterator[QueuedRequest]]], count: int) -> list[QueuedRequest]:
-        """Take `count` requests, dealt between the shares. parts : the requests of each share, in the share's order"""
+        """Take `count` requests, dealt between the shares. parts : see dealt"""
         requests = list(dealt(parts, count))
         for queued in requests:
             self.remove(queued)
@@ -322,7 +322,7 @@ class BinQueue:
 
     def take(self, count: int) -> list[QueuedRequest]:
         if self.parts:
-            return self.take_dealt(((share, part.in_turn()) for share, part in self.parts.items()), count)
+            return self.take_dealt(((share, part.in_turn()) for share, part in by_turn(self.parts)), count)
         self.changes += 1
         requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
         if self._row:

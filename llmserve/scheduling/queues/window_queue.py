@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from bins.cutting import Cutting, least_waste
-from llmserve.scheduling.fair import dealt
+from llmserve.scheduling.fair import by_turn, dealt
 from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, BinQueue, QueuedRequest, turn_of_arrival
 
 
@@ -143,7 +143,7 @@ class WindowQueue(BinQueue):
         count : size of the batch. While enough other requests wait for a batch, no share gets further ahead than the
         cost of a batch
         """
-        parts = ((share, part.in_turn()) for share, part in self.parts.items())
+        parts = ((share, part.in_turn()) for share, part in by_turn(self.parts))
         window = {queued.request.id: queued for queued in dealt(parts, self.window, count)}
         for entry in [entry for entry in self._by_turn if entry[1] not in window]:
             del self._by_turn[bisect_left(self._by_turn, entry)]
