@@ -177,10 +177,12 @@ class Load:
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> bool:
         """Learn from an answer. True when forecasts are calibrated for the first time: those of waiting requests are
-        not yet, and what was measured by such forecasts has been forgotten.
+        not yet, and what was measured by such forecasts has been forgotten. It is told until further requests arrive:
+        a burst after which none arrive has waits, too.
         """
         forecast = queued.request.expected_tokens
         if not (output_tokens > 0 and forecast and self.calibration.observe(forecast, output_tokens)):
             return False
-        self.waits, self._works = Waits(), Tail(SPENT)
+        before, self.waits, self._works = self.waits, Waits(), Tail(SPENT)
+        self.waits.room_s, self.waits.longest_s = before.room_s, before.longest_s
         return True
