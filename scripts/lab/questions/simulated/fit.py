@@ -43,7 +43,15 @@ def fitted(conversations: Sequence[Sequence[Answer]], slots: int) -> Costs:
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     solution, _ = nnls(rows / scale, gaps_s)
-    step_s, sequence_s, context_s, prompt_s, token_s, position_s = (solution / scale).tolist()
+    return costs_of(*(solution / scale).tolist(), slots)
+
+
+def costs_of(
+    step_s: float, sequence_s: float, context_s: float, prompt_s: float, token_s: float, position_s: float, slots: int
+) -> Costs:
+    """The costs of an engine of so many slots. Its steps grow with their sequences and contexts, and its prompts with
+    their tokens and positions. All are seconds.
+    """
     return Costs(
         [step_s + sequence_s * count for count in range(slots + 1)],
         [0.0] * (slots + 1),

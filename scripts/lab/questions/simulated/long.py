@@ -27,25 +27,12 @@ from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.cluster import SimulatedCluster
 from llmserve.simulation.engine_model import Costs
 from llmserve.simulation.kv_engine import KVEngine, KVLimits
+from questions.simulated.fit import costs_of
 
 ORDERS = {"direct": "fffs", "boost": "boost", "in order of arrival": "fffs"}
 """The order of the scheduler by way; `direct` is sent to the engine at once."""
 STRAIGHT = 10**6  # slots
 LONG_SHARE = 0.02
-
-
-def costs_of(
-    step_s: float, sequence_s: float, context_s: float, prompt_s: float, token_s: float, position_s: float, slots: int
-) -> Costs:
-    return Costs(
-        [step_s + sequence_s * count for count in range(slots + 1)],
-        [0.0] * (slots + 1),
-        prompt_s,
-        prefill_s_per_token=token_s,
-        metered=False,
-        prefill_s_per_context_token=position_s,
-        step_s_per_context_token=context_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)
