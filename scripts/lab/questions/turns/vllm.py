@@ -310,6 +310,8 @@ async def measure(args: argparse.Namespace) -> None:
                 simulated(sessions, rate, kv_tokens, costs, arrangement).summary() if arrangement != ROUTER else {}
             )
             salt = f"{args.seed}{arrangement}"
+            if args.journals:
+                args.journals.mkdir(parents=True, exist_ok=True)
             journal = args.journals and args.journals / f"{args.cell}-{args.seed}-{arrangement}.jsonl"
             async with reached(arrangement, server.url, kv_tokens, costs, args.router, journal) as url:
                 agents = Agents(url, sessions, args.seed, salt)
