@@ -25,19 +25,18 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from kit import client
 from kit.arguments import parser_of, whole
 from kit.progress import log
-from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
+from kit.results import day_and_machine, in_turn, rounded, write_json
 from kit.rows import Row, medians, ratio, select
 from kit.servers import fake_engine, front_end
+from kit.studies import add_report, measure_or_report
 from kit.tables import markdown
 
 from questions.vllm.passes import Question, send
-from questions.vllm.run import run
 
 LONG, LONG_TOKENS, SHORT_TOKENS = 8, 60, 6
 STEP_S, SHORT_AT_S = 0.01, 0.1
@@ -147,14 +146,5 @@ def print_report(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--report", action="store_true", help="measure nothing: print the table of --output")
-    args = parser.parse_args()
-    if args.report:
-        print_report(read_parts(args.output))
-    else:
-        run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    add_report(parser)
+    measure_or_report(parser, parser.parse_args(), measure, print_report)

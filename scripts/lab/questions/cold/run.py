@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from kit.arguments import parser_of, whole
@@ -31,13 +30,13 @@ from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
 from kit.rows import Row, ratio, select
 from kit.servers import front_end, of_lab, running, vllm
+from kit.studies import add_report, measure_or_report
 from kit.tables import markdown
 
 from questions.cold.templates import drawn
 from questions.vllm.passes import Question, question_of, send, session_of
-from questions.vllm.run import run
 
-ENGINES = ("timed", "vLLM")
+TIMED, VLLM = ENGINES = ("timed", "vLLM")
 DIRECT, LLMSERVE = "directly", "llmserve"
 SLOTS, STEP_S, WITHIN_S = 8, 0.006, 1.0
 READING_S, TAUGHT = 0.25, 100  # answers after which forecasts must be in force
@@ -117,7 +116,7 @@ async def one_pass(arrangement: str, engine: str, count: int, seed: int) -> dict
 
 @asynccontextmanager
 async def started(engine: str, args: argparse.Namespace) -> AsyncIterator[str]:
-    if engine == "vLLM":
+    if engine == VLLM:
         served = vllm(args.vllm_python, engine, SLOTS)
     else:
         command = of_lab("cold.engine", "--model", "llmserve-demo", "--slots", str(SLOTS), "--step-s", str(STEP_S))
@@ -181,14 +180,7 @@ def main() -> None:
     parser.add_argument("--requests", type=whole(1), default=200, help="of a burst")
     parser.add_argument("--seed", type=whole(1), default=1)
     parser.add_argument("--more", action="store_true", help="add the rounds to those of --output")
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--report", action="store_true", help="measure nothing: print the table of --output")
+    add_report(parser)
     args = parser.parse_args()
-    if args.report:
-        print_report(read_parts(args.output))
-    else:
-        run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    needed = ("vllm_python",) if VLLM in args.engines else ()
+    measure_or_report(parser, args, measure, print_report, *needed)

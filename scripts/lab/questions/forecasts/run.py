@@ -25,16 +25,16 @@ import numpy as np
 from kit import client
 from kit.arguments import parser_of, whole
 from kit.progress import log
-from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
+from kit.results import day_and_machine, in_turn, rounded, write_json
 from kit.rows import Row, medians, ratio, select
 from kit.servers import running, vllm
+from kit.studies import add_report, measure_or_report
 from kit.tables import markdown
 from scipy.stats import kendalltau
 
 from llmserve import demo
 from llmserve.engines.process import free_port
 from llmserve.forecast import Forecaster, vllm_fields
-from questions.vllm.run import run
 
 VLLM, ROUTER = "vLLM", "vllm-router"
 WAYS = (VLLM, ROUTER)
@@ -134,14 +134,5 @@ def main() -> None:
     parser.add_argument("--taught", type=whole(1), default=300, help="prompts whose answers teach the forecaster")
     parser.add_argument("--requests", type=whole(1), default=200, help="of a burst")
     parser.add_argument("--rounds", type=whole(1), default=3)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--report", action="store_true", help="measure nothing: print the table of --output")
-    args = parser.parse_args()
-    if args.report:
-        print_report(read_parts(args.output))
-    else:
-        run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    add_report(parser)
+    measure_or_report(parser, parser.parse_args(), measure, print_report, "vllm_python", "router")

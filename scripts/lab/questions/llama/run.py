@@ -54,6 +54,7 @@ from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
 from kit.rows import Row, medians, ratio, select
 from kit.servers import Server, front_end, running
+from kit.studies import add_report, measure_or_report
 from kit.tables import cells, markdown
 from make import demo_corpus
 
@@ -62,7 +63,6 @@ from questions.vllm.engines import fit_service_time
 from questions.vllm.loads import Load, ServiceTime, poisson_arrivals_s
 from questions.vllm.parts import in_words
 from questions.vllm.passes import Outcome, all_at_once, ask, question_of, send, session_of, summary
-from questions.vllm.run import run
 
 LOAD = 0.75
 CONTEXT_TOKENS = 1024
@@ -459,16 +459,5 @@ def main() -> None:
     add("--rounds", type=int, default=3, help="rounds of every part (%(default)s)")
     add("--more", action="store_true", help="add the rounds to those of --output")
     add("--seed", type=int, default=2029, help="draws prompts, their order and arrivals")
-    add("--output", type=Path, help="write the results as JSON; other parts, slots and answers stay")
-    add("--report", action="store_true", help="measure nothing: print the tables of --output")
-    args = parser.parse_args()
-    if not args.report:
-        if not args.llama_python:
-            parser.error("--llama-python is needed to measure")
-        run(report_of(args))
-    else:
-        print_report(read_parts(args.output))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    add_report(parser, "write the results as JSON; other parts, slots and answers stay")
+    measure_or_report(parser, parser.parse_args(), measure, print_report, "llama_python")

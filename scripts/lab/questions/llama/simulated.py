@@ -29,11 +29,11 @@ from kit.arguments import numbers, parser_of
 from kit.progress import log
 from kit.results import day_and_machine, read_parts, rounded, write_json, write_text
 from kit.rows import Row
+from kit.studies import run
 from kit.tables import cells, markdown
 from make import demo_corpus
 
 from questions.llama.run import LOAD, Llama, lengths
-from questions.vllm.run import run
 
 SLOTS_TO_ASK = 8  # of llama.cpp, while it answers the prompts
 SHORTEST = ("--order", "shortest", "--patience", "1e9")

@@ -19,6 +19,7 @@ from kit.arguments import parser_of
 from kit.progress import log
 from kit.results import day_and_machine, in_turn, rounded, write_json
 from kit.rows import Row, medians
+from kit.studies import run
 from kit.tables import cells, show
 
 from llmserve.live import journal
@@ -27,7 +28,6 @@ from llmserve.scheduling.messages import RequestEnded
 from questions.residency.arrangements import BARE, EVENTS, NAMES, engines, reached
 from questions.residency.conversations import Shape, conversations
 from questions.residency.run import SLOTS, shared_pass
-from questions.vllm.run import run
 
 NEAR_TOKENS = 128.0  # a block of a prompt
 COLUMNS = {

@@ -30,7 +30,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from kit.arguments import parser_of
 from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
 from kit.rows import Row, medians, ratio, select
+from kit.studies import add_report, measure_or_report
 from kit.tables import cells, show
 
 from questions.residency.arrangements import (
@@ -56,7 +56,6 @@ from questions.residency.arrangements import (
 from questions.residency.conversations import Conversation, Shape, Told, Words, ask, conversations, converse
 from questions.vllm.engines import kept_off_the_first_core, move_engine_to_the_first_core
 from questions.vllm.loads import poisson_arrivals_s
-from questions.vllm.run import run
 
 PARTS = ("shared", "long")
 ARRANGEMENTS = {"shared": (EVENTS, BARE, *POLICIES, DIRECT), "long": (DIRECT, BARE, TOLD)}
@@ -281,18 +280,8 @@ def main() -> None:
         help="of 32 tokens, of a server of the part shared (%(default)s)",
     )
     add("--seed", type=int, default=2030, help="draws texts, arrivals and pauses")
-    add("--output", type=Path, help="write the results as JSON; other parts stay")
-    add("--report", action="store_true", help="measure nothing: print the tables of --output")
+    add_report(parser, "write the results as JSON; other parts stay")
     args = parser.parse_args()
-    if args.report:
-        print_report(read_parts(args.output))
-        return
-    if not args.vllm_python:
-        parser.error("--vllm-python is needed to measure")
-    if "shared" in args.parts and set(POLICIES) & set(chosen(args, "shared")) and not args.router:
+    if not args.report and "shared" in args.parts and set(POLICIES) & set(chosen(args, "shared")) and not args.router:
         parser.error("--router is needed for vllm-router; --arrangements leaves it out")
-    run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    measure_or_report(parser, args, measure, print_report, "vllm_python")

@@ -19,7 +19,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,6 +29,7 @@ from kit.client import MODEL
 from kit.progress import log
 from kit.results import day_and_machine, rounded, write_json
 from kit.servers import vllm
+from kit.studies import add_report, measure_or_report
 from kit.tables import show
 
 from llmserve.live.journal import Header
@@ -42,7 +42,6 @@ from llmserve.simulation.kv_engine import KVEngine, KVLimits
 from llmserve.simulation.programs import UNCOUNTED, ProgramLoop, SessionOf, StepOf, TurnOf, World
 from questions.simulated.fit import Answer, fitted
 from questions.vllm.engines import kept_off_the_first_core, move_engine_to_the_first_core
-from questions.vllm.run import run
 
 BLOCK_TOKENS = 32  # the smallest of vLLM on a CPU
 CONTEXT_TOKENS = 4_096  # more than any conversation has
@@ -206,7 +205,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     setting = {name: getattr(args, name) for name in ("requests", "rate", "cache_blocks", "seed")}
     result = {**day_and_machine(), **setting, "costs": costs_record(costs), "rows": rows}
-    return dict(rounded(result))
+    result = dict(rounded(result))
+    write_json(args.output, result)
+    return result
 
 
 def costs_record(costs: Costs) -> dict[str, float]:
@@ -233,21 +234,8 @@ def main() -> None:
     add("--rate", type=float, default=8.0, help="requests a second, if nothing waited (%(default)s)")
     add("--cache-blocks", type=int, default=500, help="of 32 tokens (%(default)s)")
     add("--seed", type=int, default=2031)
-    add("--output", type=Path, help="write the results as JSON")
-    add("--report", action="store_true", help="measure nothing: print the table of --output")
-    args = parser.parse_args()
-    if args.report:
-        print_report(json.loads(args.output.read_text()))
-        return
-    if not args.vllm_python:
-        parser.error("--vllm-python is needed to measure")
-    run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    result = await measure(args)
-    write_json(args.output, result)
-    print_report(result)
+    add_report(parser)
+    measure_or_report(parser, parser.parse_args(), measure, print_report, "vllm_python")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_json
 from kit.rows import Row, group, select
 from kit.servers import Server, front_end, of_lab, running, vllm
+from kit.studies import run
 from kit.tables import markdown
 from make.programs import Drawing, Shape
 
@@ -59,7 +60,6 @@ from llmserve.simulation.scenario import Scenario
 from questions.turns.agents import Agents, Texts, ask
 from questions.turns.run import QUANTITIES, over, policy_of
 from questions.vllm.engines import kept_off_the_first_core, move_engine_to_the_first_core
-from questions.vllm.run import run
 
 DIRECT, ARRIVAL, LLMSERVE, ROUTER = "direct", "arrival", "llmserve", "router"
 ARRANGEMENTS = (DIRECT, ARRIVAL, LLMSERVE)

@@ -55,19 +55,16 @@ Each part replaces its own section of --output, so parts can be run one after th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import resource
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from kit.arguments import parser_of
 from kit.progress import log
 from kit.results import machine, write_json
+from kit.studies import run
 
 from questions.vllm.arrangements import ORDERS, PARTS, arrangements_of
 from questions.vllm.engines import Engines, started
@@ -188,11 +185,3 @@ def main() -> None:
     print_report(results)
     if args.figures:
         draw_figures(results, args.figures)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop, because the load generator must take little time from the measured servers."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)

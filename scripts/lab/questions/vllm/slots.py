@@ -14,21 +14,20 @@ import argparse
 import json
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from kit.arguments import numbers, parser_of, whole
 from kit.client import get_text
 from kit.progress import log
-from kit.results import day_and_machine, read_parts, write_json
+from kit.results import day_and_machine, write_json
 from kit.rows import Row, select
 from kit.servers import front_end, vllm
+from kit.studies import add_report, measure_or_report
 from kit.tables import markdown
 from make import demo_corpus
 
 from questions.llama.run import slots_after
 from questions.vllm.passes import all_at_once, send, session_of
-from questions.vllm.run import run
 
 COUNTED_AFTER = (20, 200)
 ANSWERS = ("streams", "whole")
@@ -87,16 +86,5 @@ def main() -> None:
     add("--slots", type=numbers, default=(4, 8, 16), help="numbers of slots (default: 4,8,16)")
     add("--rounds", type=whole(1), default=3)
     add("--seed", type=int, default=2031, help="draws the prompts")
-    add("--output", type=Path, help="write the results as JSON")
-    add("--report", action="store_true", help="measure nothing: print the table of --output")
-    args = parser.parse_args()
-    if args.report:
-        print_report(read_parts(args.output))
-        return
-    if not args.vllm_python:
-        parser.error("--vllm-python is needed to measure")
-    run(report_of(args))
-
-
-async def report_of(args: argparse.Namespace) -> None:
-    print_report(await measure(args))
+    add_report(parser)
+    measure_or_report(parser, parser.parse_args(), measure, print_report, "vllm_python")
