@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ["server", "image", "embedded", "test", "torch", "torch-cpu", "vllm"]
+LOCKS = ["server", "image", "embedded", "test", "torch", "torch-cpu", "vllm", "docs"]
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
