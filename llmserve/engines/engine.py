@@ -205,11 +205,13 @@ class Engine(Protocol):
 
     slots    learns how many requests the engine runs at once; None: `info` is all that is to know
     restart  restart the engine's process and wait until it is ready; None for an engine that llmserve did not start
+    on_hangup  called when the engine's process may have ended, as far as an idle connection shows that
     """
 
     info: EngineInfo
     slots: SlotsLearner | None
     restart: Callable[[], Awaitable[None]] | None
+    on_hangup: Callable[[], None] | None
 
     def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> Answer:
         """Send a call as a member of a batch. The caller must close the answer.

@@ -31,6 +31,7 @@ log = logging.getLogger("llmserve")
 
 ANSWERS = range(200, 204)  # statuses that come with an answer, whatever is wrong with its headers
 ERROR_BYTES_MAX = 1 << 20  # of an error's body
+SOONER = 0.8  # of the time after which the engine closes idle connections: an end before that has another cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,11 @@ class OpenAIEngine:
             answer_s=times.probe_s,
             beside=self._client,
             headers_kept=HEADERS_KEPT,
+            idle_most=1,
         )
+        probes.on_hangup = self._hung_up
+        self.on_hangup: Callable[[], None] | None = None
+        self._lingers_s = math.inf  # the least time after which the engine has closed an idle connection
         self._prober = Prober(
             info.name,
             Gets(info.name, probes, self._headers, times.probe_s),
@@ -315,8 +320,18 @@ class OpenAIEngine:
         self._probes_late = False
         return self._health
 
+    def _hung_up(self, idle_s: float) -> None:
+        """The engine has closed the connection that its last probe had left open: its process may have ended.
+
+        Many servers close idle connections, too, each after about the same time.
+        """
+        lingers_s, self._lingers_s = self._lingers_s, min(idle_s, self._lingers_s)
+        if idle_s < SOONER * lingers_s and self.on_hangup is not None:
+            self.on_hangup()
+
     def no_answer(self, error: HttpError) -> EngineError:
         if error.refused:
+            self._lingers_s = math.inf
             self._prober.look_again()
         return no_answer(self.info.name, error)
 

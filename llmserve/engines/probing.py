@@ -140,6 +140,7 @@ class _Known:
 class Gets:
     """GETs of probes. Each opens a connection: a server that accepts no new ones may still answer on an old one.
 
+    client : keeps one idle connection
     lacking : paths that the program does not have, or does not show
     """
 
@@ -147,12 +148,16 @@ class Gets:
         self.lacking: set[str] = set()
         self._name = name
         self._client = client
-        self._headers = {**headers, "connection": "close"}
+        self._headers = dict(headers)
+        self._headers_once = {**headers, "connection": "close"}
         self._get_s = get_s
 
-    async def get(self, path: str, bytes_max: int = BYTES_MAX) -> WholeAnswer:
-        """The body is b"" for another status than 200. Raises HttpError, also when the time is over."""
-        opening = self._client.opening("GET", path, self._headers)
+    async def get(self, path: str, bytes_max: int = BYTES_MAX, *, stays: bool = False) -> WholeAnswer:
+        """The body is b"" for another status than 200. Raises HttpError, also when the time is over.
+
+        stays : the connection is left open until another one is: its end tells at once that the process has ended
+        """
+        opening = self._client.opening("GET", path, self._headers if stays else self._headers_once)
         response = self._client.ask(opening, None, None, fresh=True)
         try:
             async with asyncio.timeout(self._get_s):
@@ -242,7 +247,7 @@ class Prober:
 
     async def probe(self) -> Health:
         """Raises EngineError when the engine is not healthy, and HttpError when it gives no answer."""
-        answer = await self._gets.get(MODELS_PATH, LIST_BYTES_MAX)
+        answer = await self._gets.get(MODELS_PATH, LIST_BYTES_MAX, stays=True)
         if answer.status != 200:
             code = "engine_auth" if answer.status in (401, 403) else None
             raise EngineError(f"engine {self._name}: {MODELS_PATH} answers {answer.status}", code=code)

@@ -377,6 +377,10 @@ class _Connection(asyncio.Protocol):
             self._paused = True
             self._transport.pause_reading()
 
+    def eof_received(self) -> None:
+        if self._response is None:
+            self._hung_up()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._parser = None  # the parser refers to this object
         self._client.forget(self)
@@ -385,6 +389,8 @@ class _Connection(asyncio.Protocol):
             self._timer = None
         response, self._response = self._response, None
         if response is None:
+            if exc is not None:
+                self._hung_up()
             return
         if exc is None and response.status and not self._framed:
             response.complete = True
@@ -394,6 +400,11 @@ class _Connection(asyncio.Protocol):
         stale = self._kept and is_soon and not self._idle_bytes and not response.status
         message = f"the connection was lost: {printable(str(exc))}" if exc is not None else "the connection was closed"
         response.fail(HttpError(message, stale=stale))
+
+    def _hung_up(self) -> None:
+        """The server has closed the connection, which is idle."""
+        if self._kept and self._client.on_hangup is not None:
+            self._client.on_hangup(self._loop.time() - self._since_s)
 
     def _end(self) -> None:
         """Keep the connection for the next request if that is safe."""
@@ -459,6 +470,8 @@ class HttpClient:
     connect_s, idle_s, answer_s  longest connecting, longest silence in an answer, and longest time of a whole answer
     beside  another client of the server, with which this one shares the server's addresses
     headers_kept  names of an answer's headers, in lower case; the others are not kept
+    idle_most  idle connections that are kept, the youngest; None: all
+    on_hangup  called when the server closes an idle connection, with the seconds that this was idle
     tls     of https; None: the system's authorities, without a certificate of one's own
     tls_name  in the server's certificate; None: the host of the URL
     Raises ValueError for a URL that is not http or https.
@@ -473,6 +486,7 @@ class HttpClient:
         answer_s: float,
         beside: HttpClient | None = None,
         headers_kept: Collection[bytes] = COMMON_HEADERS,
+        idle_most: int | None = None,
         tls: ssl.SSLContext | None = None,
         tls_name: str | None = None,
     ) -> None:
@@ -494,7 +508,9 @@ class HttpClient:
         self._authority = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         if parts.port is not None:
             self._authority += f":{parts.port}"
+        self.on_hangup: Callable[[float], None] | None = None
         self._idle: list[_Connection] = []
+        self._idle_most = idle_most
 
     def opening(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
         """The first lines of a request, for `request`; further headers may be appended."""
@@ -557,6 +573,8 @@ class HttpClient:
 
     def keep(self, connection: _Connection) -> None:
         self._idle.append(connection)
+        if self._idle_most is not None and len(self._idle) > self._idle_most:
+            self._idle.pop(0).close(HttpError("younger connections are kept"))
 
     def forget(self, connection: _Connection) -> None:
         self.connections.discard(connection)

@@ -283,6 +283,7 @@ class Fleet:
 
     def _begin_watch(self, handle: EngineHandle) -> None:
         self._notify(EngineExpected(handle.info))
+        handle.engine.on_hangup = handle.nudge.set
         handle.watcher = asyncio.create_task(self._watch(handle))
 
     async def _watch(self, handle: EngineHandle) -> None:

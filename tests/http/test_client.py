@@ -124,6 +124,35 @@ async def test_an_idle_connection_is_closed_after_a_while(monkeypatch: pytest.Mo
         await until(lambda: not client.connections)
 
 
+async def test_who_wants_to_know_hears_of_an_idle_connection_that_the_server_closes_and_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    idle_s: list[float] = []
+    async with LyingEngine(http(b"one")) as engine, client_of(engine.url) as client:
+        client.on_hangup = idle_s.append
+        await asyncio.gather(*[post(client) for _ in range(3)])
+        monkeypatch.setattr(http_client, "KEPT_S", 0.05)
+        await asyncio.gather(*[post(client) for _ in range(3)])
+        await until(lambda: not client.connections)
+        assert idle_s == []
+        monkeypatch.undo()
+        engine.closes = True
+        await post(client)
+        await until(lambda: not client.connections)
+        engine.closes = False
+        await post(client)
+    assert len(idle_s) == 1
+    assert 0.0 <= idle_s[0] < 30.0
+
+
+async def test_of_many_idle_connections_only_the_youngest_may_be_kept() -> None:
+    async with LyingEngine(http(b"one")) as engine, client_of(engine.url, idle_most=1) as client:
+        await asyncio.gather(*[post(client) for _ in range(4)])
+        await until(lambda: len(client.connections) == 1)
+        await post(client)
+        assert engine.connections == 4
+
+
 async def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None:
     """The server closes when the second request arrives: only then does the client learn it."""
     answers = [http(b"one"), b"", http(b"two")]

@@ -12,9 +12,10 @@ from front import Front, StartFront, until
 
 from llmserve.engines.slots import SlotsLearner
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.http import client
 from llmserve.live import journal
 from llmserve.scheduling.messages import EngineReady
-from llmserve.settings.tree import ServerConfig
+from llmserve.settings.tree import LiveConfig, ServerConfig
 
 LONG, SHORT = 40, 2
 
@@ -108,6 +109,25 @@ async def test_whole_answers_tell_the_slots_of_an_engine_that_comes_back_with_fe
     async with Silent(slots=1, step_s=0.01, port=port) as after:
         await until(lambda: handle.up)
         assert await whole_answers(front, after, 1) <= 60
+
+
+async def test_an_idle_engine_that_comes_back_between_two_probes_is_searched_anew(
+    start_front: StartFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "KEPT_S", 60.0)  # the connection of the last probe
+    async with Silent(slots=1, step_s=0.003) as before:
+        front = await start_front(before, slots=None, live=LiveConfig(probe_every_s=3600))
+        handle = next(iter(front.cluster.fleet.handles.values()))
+        learner = handle.engine.slots
+        assert learner is not None
+        while not learner.found:
+            await burst(front, before)
+        assert learner.slots == 1
+        port = int(before.url.rsplit(":", 1)[1])
+    await until(lambda: not handle.up)
+    async with Silent(slots=1, step_s=0.003, port=port):
+        await until(lambda: handle.up)
+        assert (learner.slots, learner.found) == (2, False)
 
 
 class Heard(SlotsLearner):
