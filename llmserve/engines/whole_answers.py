@@ -11,9 +11,14 @@ ended. So each c says when each request got its slot, and how long the engine to
     y_k            log s_k(c) - log(t_k + a * mean t), the pace's logarithm
 
 Under the engine's own c, its answers have about the same pace. Under a smaller c, an answer that was long under way
-seems fast; under a larger one, an answer that has waited seems slow. The measure is the likelihood of the ends under c,
-with an unknown variance of y, and the best of a few a. The pace at an earlier limit is a further observation: more
-requests at once are not faster, and not slower than in proportion.
+seems fast; under a larger one, an answer that has waited seems slow. But other causes hold answers up, too: a long
+prompt of another request, a stall. The measure is the likelihood of the ends under c, with the best of a few a, and
+
+    y_k ~ N(mu, sigma^2), or with probability HELD_UP: mu + an exponential variable of mean HELD_UP_LOG
+
+whose mu and sigma are fitted by expectation-maximisation, sigma with a prior. So an answer that would have been slow
+under each c says little, and no answer alone says everything. The pace at an earlier limit is a further observation:
+more requests at once are not faster, and not slower than in proportion.
 """
 
 from __future__ import annotations
@@ -30,10 +35,14 @@ Floats = npt.NDArray[np.float64]
 ANSWERS_MOST = 256  # the last answers that are looked at
 CANDIDATES_MOST = 24  # numbers that are compared, as a geometric series where there are more
 PROMPTS = np.array([0.0, 0.05, 0.2, 0.6, 2.0])  # a
-NOISE, NOISE_ANSWERS = 0.12, 3.0  # standard deviation of y beforehand, and the answers that count as much
+NOISE, NOISE_ANSWERS = 0.12, 3.0  # sigma beforehand, and the answers that count as much
+HELD_UP, HELD_UP_LOG = 0.2, 1.0
+FITS = 3  # steps of expectation-maximisation
 PACE_NOISE = 0.08  # of the pace's logarithm between two limits
 SLOWER, SLOWER_NOISE = 0.3, 0.3  # power of the number with which an engine slows down as it fills
 RULED_OUT = 6.0  # what an answer that rules a number out takes from its likelihood's logarithm
+USUAL = 0.5 * (1.0 + math.log(math.tau))  # added for each other answer: -log sigma is then the usual sum
+NONE = 1e-300
 INSTANT = 0.01  # share of an answer's time in flight: less than that with a slot is none
 
 
@@ -115,15 +124,25 @@ def _fitted(
     y = (
         log_s - np.log(tokens + PROMPTS[:, None] * tokens.mean())[:, :, None]
     ) * possible  # (prompts, answers, numbers)
-    known = np.maximum(count, 1)
-    mean = y.sum(axis=1) / known
-    squares = ((y - mean[:, None, :]) ** 2 * possible).sum(axis=1)
-    variance = (NOISE_ANSWERS * NOISE**2 + squares) / (NOISE_ANSWERS + count)
-    likelihood = -0.5 * (count + NOISE_ANSWERS) * np.log(variance) - PROMPTS[:, None]
+    weight: Floats = np.broadcast_to(possible.astype(float), y.shape)  # of an answer that nothing held up
+    for fits_left in range(FITS, -1, -1):
+        known = np.maximum(weight.sum(axis=1), NONE)
+        mean = (weight * y).sum(axis=1) / known
+        off = y - mean[:, None, :]
+        variance = (NOISE_ANSWERS * NOISE**2 + (weight * off**2).sum(axis=1)) / (NOISE_ANSWERS + known)
+        each = variance[:, None, :]
+        normal = (1.0 - HELD_UP) * np.exp(-0.5 * off**2 / each) / np.sqrt(math.tau * each)
+        held_up = np.where(off > 0.0, HELD_UP / HELD_UP_LOG * np.exp(-np.abs(off) / HELD_UP_LOG), 0.0)
+        density = normal + held_up + NONE
+        if fits_left:
+            weight = possible * (normal / density)
+    prior = np.log(variance) + NOISE**2 / variance
+    likelihood = (possible * (np.log(density) + USUAL)).sum(axis=1) - 0.5 * NOISE_ANSWERS * prior
+    likelihood -= PROMPTS[:, None]
     log_pace = mean + np.log1p(PROMPTS)[:, None]
     if before is not None:
         fuller = np.log(np.maximum(1.0, numbers / before.together))
-        spread = PACE_NOISE**2 + (SLOWER_NOISE * fuller) ** 2 + variance / known
+        spread = PACE_NOISE**2 + (SLOWER_NOISE * fuller) ** 2 + variance / np.maximum(known, 1.0)
         distance = (log_pace - math.log(before.token_s) - SLOWER * fuller) ** 2 / spread
         # a heavy tail, Student's t with 3 degrees of freedom: a stall, or a long prompt, may change a pace
         likelihood -= (count > 0) * (2.0 * np.log1p(distance / 3.0) + 0.5 * np.log(spread))

@@ -46,6 +46,14 @@ def test_an_answer_that_overtakes_rules_out_the_numbers_under_which_it_had_not_b
     assert slots.log_likelihoods[1] - slots.log_likelihoods[0] > 3
 
 
+def test_an_answer_that_something_else_held_up_is_no_sign_of_few_slots() -> None:
+    ends_s = at_once()
+    ends_s[3] += 1.7  # the others have ended long before
+    slots = explained(ends_s)
+    assert slots.numbers[slots.best()] == 6
+    assert slots.pace(5).token_s == pytest.approx(0.01, rel=0.02)
+
+
 def test_two_requests_that_run_at_once_are_not_faster_than_one() -> None:
     """Two answers as long as one another: at 1 s and 2 s. With two slots, the second would have half the pace."""
     alone = explained([1.0, 2.0], (100, 100), Pace(0.01, 1.0))
