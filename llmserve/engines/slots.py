@@ -225,6 +225,16 @@ class SlotsLearner:
             self._each = self._each if self._each > EACH_ONE else 1.0
             self._follow()
 
+    def adopted(self, request_id: int, now_s: float, began_s: float | None, sequences: int = 1) -> None:
+        """The engine runs a request that another process has sent. began_s : of its stream; None: it has not begun
+
+        Beside how many it was sent is unknown. So until it has begun, or has left, other requests show nothing either.
+        """
+        self.sent(request_id, now_s, sequences, loads=began_s is None)
+        if began_s is not None:
+            self._running[request_id].began_s = began_s
+            self._advancing += sequences
+
     def _has_loaded(self, request_id: int, now_s: float) -> None:
         """A request that may have waited for a load has begun, or has left."""
         self._loading.discard(request_id)

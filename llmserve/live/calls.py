@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from llmserve.calls.charges import Charges
-from llmserve.calls.in_flight import Charge, Client, InFlightCall, Receipt, Trace, told_tokens
+from llmserve.calls.in_flight import Answering, Charge, Client, InFlightCall, Receipt, Trace, told_tokens
 from llmserve.calls.log_fields import about
 from llmserve.calls.prompt_size import sender_hash
 from llmserve.engines.engine import ServedModel
 from llmserve.errors import RequestError, model_not_found
 from llmserve.estimates.estimator import Estimator
-from llmserve.forecasts.lengths import Forecasts, Made
+from llmserve.forecasts.lengths import UNKNOWN, Forecasts, Made
 from llmserve.forecasts.revisions import Forecast
 from llmserve.live.driver import Driver
 from llmserve.live.fleet import Fleet
@@ -36,6 +36,7 @@ from llmserve.scheduling.messages import (
     EngineLost,
     FailRequest,
     PreemptBatch,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -84,6 +85,11 @@ class Calls:
     def now_s(self) -> float:
         """The cluster's clock."""
         return self._driver.now_s()
+
+    def number_after(self, last_id: int) -> None:
+        """Give requests ids above this one."""
+        assert self._last_id <= last_id, "requests have such ids already"
+        self._last_id = last_id
 
     # ---- arrival ------------------------------------------------------------------------------------------------
 
@@ -148,6 +154,26 @@ class Calls:
             self._forget(in_flight)
         else:
             self._driver.step(RequestArrived(in_flight.request))
+
+    def adopt(self, in_flight: InFlightCall, handle: EngineHandle, answering: Answering, ran_s: float) -> None:
+        """Take over a call that an engine runs already: an earlier process of this server has started it, and another
+        one forwards the answer.
+
+        in_flight : with all that is known of it.  ran_s : seconds since its start
+        """
+        call, request_id, now_s = in_flight.call, in_flight.request.id, self.now_s()
+        made = self.forecasts.made_now(call, self._model_of(call)) or UNKNOWN
+        in_flight.forecast = made.own
+        in_flight.request = request = self.request_of(call, made, request_id, in_flight.arrived_at_s)
+        in_flight.answering = answering
+        self._in_flight[request_id] = in_flight
+        self.empty.clear()
+        if in_flight.charge is not None:
+            self._charges.reserve(in_flight, _is_admitted)
+            in_flight.charge.started()
+        self.fleet.adopted(handle, in_flight, now_s)
+        answered = in_flight.delivery.answered
+        self._driver.step(RequestAdopted(request, handle.engine.info, round(ran_s, 3), answered))
 
     def request_of(self, call: Call, made: Made, request_id: int, arrived_at_s: float) -> Request:
         """What the scheduler knows of a call."""
@@ -336,6 +362,10 @@ class Calls:
                 in_flight.answering.close()
         for in_flight in self._in_flight.values():
             self._charges.settle(in_flight)
+
+
+def _is_admitted(in_flight: InFlightCall) -> None:
+    """Nothing is left to do for a call that runs when its charge is reserved."""
 
 
 def _stop(in_flight: InFlightCall) -> None:

@@ -416,6 +416,13 @@ class Fleet:
             request = in_flight.request
             learner.sent(request.id, now_s, request.sequences, loads=holds_up)
 
+    def adopted(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
+        """A call runs on the engine that an earlier process has sent."""
+        handle.add(in_flight)
+        if (learner := handle.engine.slots) is not None:
+            request = in_flight.request
+            learner.adopted(request.id, now_s, in_flight.measured.first_at_s, request.sequences)
+
     def began(self, handle: EngineHandle, in_flight: InFlightCall, now_s: float) -> None:
         """The stream of a call begins."""
         if (learner := handle.engine.slots) is not None:

@@ -26,8 +26,8 @@ from llmserve.scheduling.programs.programs import NOTHING_LEARNT, LearntPrograms
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
 
-VERSION = 13
-READABLE = (4, 5, 6, 7, 8, 9, 10, 11, 12, VERSION)
+VERSION = 14
+READABLE = (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, VERSION)
 # Version 4 has one model, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7,
 # EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
@@ -36,6 +36,7 @@ READABLE = (4, 5, 6, 7, 8, 9, 10, 11, 12, VERSION)
 # Blocks of prompts, and CacheChanged, came with version 13. Before, requests had hashes of longer and longer beginnings
 # of the prompt, from 256 characters on. Each is read as a block: engines are compared by how many of them they have.
 # Programs of requests, and the tools that an answer calls, came with version 13, too.
+# RequestAdopted came with version 14.
 BEGINNINGS = b'"prefixes":[', b'"block_tokens":64.0,"blocks":['
 BLOCKS_SINCE = 13
 STEPS_MAX = 1_000  # more would push what each request needs out of the processor's caches

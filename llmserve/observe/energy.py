@@ -26,9 +26,9 @@ import numpy as np
 from bins.profile import Profile
 from llmserve.engines.power import GpuEnergy
 from llmserve.live.journal import Step
-from llmserve.request import Batch, EngineInfo
+from llmserve.request import Batch, EngineInfo, Request
 from llmserve.runtime.lasting import lasting
-from llmserve.scheduling.messages import BatchEnded, EngineLost, EngineReady, RequestEnded, StartBatch
+from llmserve.scheduling.messages import BatchEnded, EngineLost, EngineReady, RequestAdopted, RequestEnded, StartBatch
 
 SAMPLE_EVERY_S = 0.25  # interval between two readings of the GPUs, and the largest age of the reported joules
 
@@ -130,6 +130,10 @@ class ModelledEnergy:
         event, now_s = step.event, step.now_s
         if type(event) is EngineReady:
             self._set_up(event.engine, now_s)
+        elif type(event) is RequestAdopted:
+            adopts = self._engine_of(event.engine, now_s)
+            adopts.run(event.request, event.request.model)
+            self._settle(adopts, now_s)
         elif type(event) is RequestEnded or type(event) is BatchEnded or type(event) is EngineLost:
             engine = self._engines.get(event.engine)
             if engine is not None:  # the scheduler also ignores events of engines that were never ready
@@ -140,14 +144,18 @@ class ModelledEnergy:
 
     def _set_up(self, info: EngineInfo, now_s: float) -> None:
         """Mark an engine as up, or update the slots of an engine that is up."""
-        engine = self._engines.get(info.name)
-        if engine is None:
-            gpu_key = (info.worker, "") if info.worker else ("", info.name)
-            engine = self._engines[info.name] = _Engine(info, self._gpus.setdefault(gpu_key, _Gpu(now_s)))
+        engine = self._engine_of(info, now_s)
         engine.info, engine.up = info, True
         powers = [self._power_of(model) for model in info.models or ("",)]
         engine.idle_w = max([power.profile.idle_w for power in powers if power is not None], default=0.0)
         self._settle(engine, now_s)
+
+    def _engine_of(self, info: EngineInfo, now_s: float) -> _Engine:
+        engine = self._engines.get(info.name)
+        if engine is None:
+            gpu_key = (info.worker, "") if info.worker else ("", info.name)
+            engine = self._engines[info.name] = _Engine(info, self._gpus.setdefault(gpu_key, _Gpu(now_s)))
+        return engine
 
     def _start(self, engine: _Engine, batch: Batch, now_s: float) -> None:
         engine.start(batch)
@@ -264,8 +272,11 @@ class _Engine:
     def start(self, batch: Batch) -> None:
         self.batch_id = batch.id
         for request in batch.requests:
-            self.running[request.id] = (batch.model, request.sequences)
-            self.by_model[batch.model] = self.by_model.get(batch.model, 0) + request.sequences
+            self.run(request, batch.model)
+
+    def run(self, request: Request, model: str) -> None:
+        self.running[request.id] = (model, request.sequences)
+        self.by_model[model] = self.by_model.get(model, 0) + request.sequences
 
     def end(self, request_id: int) -> None:
         """Remove a request. No effect for an unknown request, which was lost together with the engine."""

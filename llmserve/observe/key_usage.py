@@ -17,7 +17,7 @@ from llmserve.live.journal import Step
 from llmserve.observe.counters import Counter, Families
 from llmserve.observe.energy import EnergyMeter
 from llmserve.request import Request
-from llmserve.scheduling.messages import EngineLost, EngineReady, RequestEnded, StartBatch
+from llmserve.scheduling.messages import EngineLost, EngineReady, RequestAdopted, RequestEnded, StartBatch
 
 KEYS_MAX = 1_000  # keys with labels of their own
 OTHER = "other"
@@ -107,6 +107,9 @@ class KeyUsage:
         elif type(event) is EngineLost:
             for id_ in [id_ for id_, run in self._running.items() if run.engine == event.engine]:
                 self._end(id_, event.engine, step.now_s)
+        elif type(event) is RequestAdopted:
+            self._share(step.now_s)
+            self._start(event.request, event.engine.name, step.now_s)
         elif type(event) is EngineReady:  # the engine may list other models than before
             self._keep(self._models())
         for action in starts:

@@ -29,6 +29,7 @@ from llmserve.scheduling.messages import (
     FailRequest,
     ForecastsRevised,
     PreemptBatch,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -89,9 +90,9 @@ class Metrics:
     def follow_jobs(self, jobs: Jobs) -> None:
         self._read.append(partial(self._section, table.JOBS, jobs))
 
-    def refused(self, reason: str) -> None:
-        """Count a request that the HTTP layer refused before the scheduler got it."""
-        self._requests.refuse(reason)
+    def refused(self, reason: str, requests: int = 1) -> None:
+        """Count requests that the HTTP layer refused before the scheduler got them."""
+        self._requests.refuse(reason, requests)
 
     # ---- the journal ----
 
@@ -112,6 +113,7 @@ class Metrics:
 
         return {
             RequestArrived: requests.arrive,
+            RequestAdopted: requests.adopt,
             RequestEnded: requests.end_run,
             BatchEnded: requests.end_batch,
             RequestCancelled: requests.cancel,

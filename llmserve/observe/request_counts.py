@@ -15,6 +15,7 @@ from llmserve.scheduling.messages import (
     FailRequest,
     ForecastsRevised,
     PreemptBatch,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -50,9 +51,9 @@ class RequestCounts:
         self._streams.keep(models)
         self.runs.keep(models, engines)
 
-    def refuse(self, reason: str) -> None:
-        """Count a request that never arrived at the scheduler."""
-        self._rejected.of(reason).inc()
+    def refuse(self, reason: str, requests: int = 1) -> None:
+        """Count requests that never arrived at the scheduler."""
+        self._rejected.of(reason).inc(requests)
 
     # ---- events ----
 
@@ -61,6 +62,15 @@ class RequestCounts:
         self._open[request.id] = _Open(request, step.now_s)
         if request.predicted_tokens is not None and request.choices:
             self._lengths.predicted.observe(request.predicted_tokens)
+
+    def adopt(self, event: RequestAdopted, step: Step) -> None:
+        """A request runs that has neither arrived nor started here."""
+        request, since_s = event.request, step.now_s - event.ran_s
+        known = self._open[request.id] = _Open(request, since_s)
+        known.engine, known.started_at_s = event.engine.name, since_s
+        known.runs = self.runs.of(request.model, event.engine.name)
+        if (queued := self._scheduled.get(request.id)) is not None:
+            known.forecast_work_s, known.forecast_cached_tokens = queued.service_s, queued.cached_tokens
 
     def revise(self, event: ForecastsRevised, step: Step) -> None:
         self._lengths.revised.inc(len(event.revisions))

@@ -11,6 +11,7 @@ from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.limits import Limits
 from llmserve.scheduling.messages import FailReason
 from llmserve.scheduling.queues.model_queues import ModelQueues
+from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.request_book import RequestBook
 from llmserve.scheduling.reserve import Reserve
 
@@ -56,6 +57,20 @@ class Admission:
         if full and (request.background or not refuse_holder(request, group, self._book)):
             return "queue_full"
         return None
+
+    def adopt(self, request: Request) -> QueuedRequest:
+        """Count a request that runs already, and never waits in a queue."""
+        group, book = self._group, self._book
+        queues, now_s = group.queues_of(request.model, book.now_s), book.now_s
+        queued = queues.queued_apart(request, queues.fair.of(request.share, request.weight), now_s)
+        queued.share.wait()  # until it counts as started
+        if request.program or now_s < group.programs.active_until_s:
+            group.programs.arrived(queued, queues, now_s)
+        book.by_id[request.id] = queued
+        group.enter(queues)
+        if request.background:
+            queues.count_items(1)
+        return queued
 
     def enter(self, request: Request) -> None:
         """Let a request wait that was not refused."""

@@ -244,6 +244,16 @@ class EngineState:
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
 
+    def adopt(self, batch: FormedBatch, queued: QueuedRequest, ran_s: float, now_s: float) -> None:
+        """Record that the request of the batch runs, and has done so for `ran_s` beside as many others as now."""
+        self.start(batch, [queued], now_s)
+        run = self.running[queued.request.id]
+        run.started_at_s -= ran_s
+        run.loads = False
+        speed = self.speed(batch.model)
+        if speed is not None and speed.step_s:
+            run.steps_before -= ran_s / speed.step_s[min(run.concurrency, len(speed.step_s)) - 1]
+
     def served_s(self, run: Run, now_s: float) -> float:
         """Seconds for which a run has had a slot. Look-ahead requests wait first; all share the slots (Little). A load
         of the model does not count.

@@ -35,6 +35,19 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     request: Request
 
 
+class RequestAdopted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """An engine runs a request that an earlier scheduler has started: its process has died, and the answer has not.
+
+    engine  that need not be known yet.  ran_s : seconds since the start
+    began   as by AnswerBegan
+    """
+
+    request: Request
+    engine: EngineInfo
+    ran_s: float = 0.0
+    began: bool = False
+
+
 class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
     """The client has gone. A waiting request ends now; a running request ends with its RequestEnded."""
 
@@ -212,6 +225,7 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 Event = (
     RequestArrived
+    | RequestAdopted
     | RequestCancelled
     | RequestEnded
     | AnswerBegan

@@ -38,6 +38,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     ForecastsRevised,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -90,6 +91,7 @@ class Scheduler:
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
             RequestArrived: self._on_request_arrived,
+            RequestAdopted: self._on_request_adopted,
             RequestCancelled: self._on_request_cancelled,
             RequestEnded: self._on_request_ended,
             AnswerBegan: self._on_answer_began,
@@ -193,6 +195,18 @@ class Scheduler:
             self.batch_lane.arrive(request)
         else:
             self._admission.enter(request)
+
+    def _on_request_adopted(self, event: RequestAdopted) -> None:
+        """Count a request as running that no batch of this scheduler has started."""
+        request, name = event.request, event.engine.name
+        assert request.id not in self.requests, f"request {request.id} is adopted, but known"
+        if name not in self.engines:
+            self._engines.expect(event.engine)
+        queued = self._admission.adopt(request)
+        self._dispatch.adopt(self.group, queued, self.engines[name], event.ran_s, self._now_s)
+        assert queued.run is not None
+        queued.run.began = event.began
+        self._book.touch()
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)

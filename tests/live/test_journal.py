@@ -90,11 +90,11 @@ def test_a_journal_from_before_blocks_is_replayed_with_the_beginnings_that_its_p
     ]
 
 
-@pytest.mark.parametrize("version", [3, 14])
+@pytest.mark.parametrize("version", [3, 15])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
     """Unknown fields would be dropped silently, and the replay would be of another run."""
     (tmp_path / "j").write_text(BEFORE_MODELS.replace('"version":4', f'"version":{version}'))
-    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 13"):
+    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 14"):
         journal.read(tmp_path / "j")
 
 
@@ -165,7 +165,7 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
 
 def test_a_journal_of_a_server_with_several_groups_is_refused_by_its_version(tmp_path: Path) -> None:
     first, *steps = written(tmp_path / "j").read_text().splitlines(keepends=True)
-    grouped = first.replace('"version":13', '"version":10,"groups":[{"name":"left","workers":["e"],"models":["m"]}]')
+    grouped = first.replace('"version":14', '"version":10,"groups":[{"name":"left","workers":["e"],"models":["m"]}]')
     (tmp_path / "j").write_text("".join([grouped, *steps]))
     with pytest.raises(JournalError, match="version 10 of the format, is of a server with several groups"):
         journal.read(tmp_path / "j")

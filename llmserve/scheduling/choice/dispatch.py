@@ -20,9 +20,10 @@ from llmserve.scheduling.choice.batch_times import Timetable
 from llmserve.scheduling.choice.choice import Choice, Start
 from llmserve.scheduling.choice.fixed_choice import FixedChoice
 from llmserve.scheduling.choice.orders import FixedOrder, Order
-from llmserve.scheduling.engines import Worker
+from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.messages import Action, StartBatch
+from llmserve.scheduling.queues.waiting import QueuedRequest
 from llmserve.scheduling.sharing import look_at, open_idle
 
 OrderOf = Callable[[Mapping[str, str | float]], Order]
@@ -130,6 +131,17 @@ class Dispatch:
         queues.hold(batch)
         batch.key = self.order.batch_key(batch)
         self._start(group, start, now_s)
+
+    def adopt(self, group: Group, queued: QueuedRequest, engine: EngineState, ran_s: float, now_s: float) -> None:
+        """Count a request as running on an engine for so many seconds already."""
+        queues = group.queues[queued.request.model]
+        if queued.request.blocks:
+            group.pool.residency.sent(engine.info.name, queued.request)
+        if queued.turn is not None:
+            group.started(queued, engine, now_s)
+        queued.charge()
+        engine.adopt(self.forming.form(queues, queued.bin, [queued], now_s), queued, ran_s, now_s)
+        group.pool.refresh(engine, now_s)
 
     # ---- preemption ----
 

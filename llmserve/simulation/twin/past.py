@@ -18,6 +18,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     FailRequest,
     PreemptBatch,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -124,6 +125,7 @@ class Past:
         self._now_s = 0.0
         self._listeners: dict[type, Callable[..., None]] = {
             RequestArrived: self._arrived,
+            RequestAdopted: self._adopted,
             RequestEnded: self._ended,
             BatchEnded: self._batch_ended,
             RequestCancelled: self._cancelled,
@@ -164,6 +166,10 @@ class Past:
 
     def _arrived(self, event: RequestArrived) -> None:
         self._present[event.request.id] = PastRequest(event.request, self._now_s)
+
+    def _adopted(self, event: RequestAdopted) -> None:
+        past = self._present[event.request.id] = PastRequest(event.request, -math.inf)  # before the first step
+        self._engine_of(event.engine.name).start([past], self._now_s)
 
     def _started(self, action: StartBatch) -> None:
         self._engine_of(action.engine).start(self._of(action.batch), self._now_s)
