@@ -6,8 +6,11 @@ order: parts are checked and opened from its beginning to its end, and closed fr
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from llmserve.errors import ConfigError
@@ -19,6 +22,24 @@ T = TypeVar("T")
 
 async def no_reload() -> None:
     raise ConfigError("this server has nothing to read again")
+
+
+@dataclass(frozen=True)
+class BehindRelays:
+    """Where a server listens whose port is its relays' (workers/): they alone connect to it.
+
+    clients  for requests that relays pass on.  messages : path of the socket for what relays tell
+    url      of the server, for clients
+    name     of this server among others, which stays when this process dies
+    relays   their number.  predecessors : processes of the server that have died in this one's place
+    """
+
+    clients: socket.socket
+    messages: Path
+    url: str
+    name: str
+    relays: int
+    predecessors: int
 
 
 class Server:
@@ -61,9 +82,12 @@ class Part:
     nothing that only the feature needs.
 
     changeable  the settings that may change while the server runs
+    in_relays   whether `open` is called in each relay, too (workers/), where there is no cluster: of a part with stages
+                of heads and bodies, or that follows requests to their ends
     """
 
     changeable: frozenset[str] = frozenset()
+    in_relays = False
 
     def check(self, config: Config) -> Config:
         """Check the settings before any slow start. Returns them, completed if need be. Raises ConfigError."""

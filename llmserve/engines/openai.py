@@ -199,6 +199,8 @@ class OpenAIEngine:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
         self.slots = slots
+        self.api_key = api_key
+        self.outages = 0  # probes that have failed: another program may be at the URL since
         self._additions = Additions()
         self._headers = {"content-type": "application/json", "user-agent": "llmserve"}
         if api_key:
@@ -289,6 +291,29 @@ class OpenAIEngine:
         except HttpError as error:
             raise self.no_answer(error) from error
 
+    @property
+    def sign(self) -> int:
+        """Of a turn as the field `priority`, see Prober."""
+        return self._prober.sign
+
+    @sign.setter
+    def sign(self, sign: int) -> None:
+        self._prober.sign = sign
+
+    @property
+    def heard_s(self) -> float:
+        """On the event loop's clock, when bytes of a good answer last came; -inf: none have."""
+        return self._client.heard_s
+
+    def heard(self, at_s: float) -> None:
+        """Note that another process has got bytes of a good answer."""
+        self._client.heard_s = max(self._client.heard_s, at_s)
+
+    def forget_additions(self) -> None:
+        """Ask anew which added fields the engine takes."""
+        self.outages += 1
+        self._additions.forget()
+
     def judge(self, status: int) -> None:
         """Log once that the engine refuses the key."""
         refused = status in KEY_STATUSES
@@ -309,7 +334,7 @@ class OpenAIEngine:
             if health is None or error.refused or error.local or self._client.heard_s < began_s:
                 self._health = None
                 self._prober.forget()
-                self._additions.forget()
+                self.forget_additions()
                 raise self.no_answer(error) from error
             level, self._probes_late = logging.DEBUG if self._probes_late else logging.WARNING, True
             log.log(level, "engine %s goes on with its answers, but not with probes: %s", self.info.name, error)

@@ -15,7 +15,7 @@ from llmserve.gateway.aliases import Aliases
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.forecasting import of_body
 from llmserve.gateway.own_routes import OwnRoute
-from llmserve.gateway.stages import Admission, identified, kind_known, of_clients, of_gateways
+from llmserve.gateway.stages import Admission, Stage, identified, kind_known, of_clients, of_gateways
 from llmserve.http import accepting
 from llmserve.http.accepting import base_url
 from llmserve.http.exchange import BodySink
@@ -24,7 +24,7 @@ from llmserve.http.server import is_loopback
 from llmserve.http.tls import TlsError, server_context
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.counters import Families
-from llmserve.part import Part, Server
+from llmserve.part import BehindRelays, Part, Server
 from llmserve.programs.known_programs import KnownPrograms
 from llmserve.settings.tree import Config, aliases_of
 from llmserve.tenants.keys import keys_of
@@ -35,15 +35,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Listening:
-    """The sockets of a server. state : of --metrics-port; None: there is none.  tls : with clients; None: plain"""
+    """The sockets of a server.
+
+    state : of --metrics-port; None: there is none.  tls : with clients; None: plain.  url : for clients
+    """
 
     clients: socket.socket
     state: socket.socket | None
-    tls: ssl.SSLContext | None = None
-
-    @property
-    def url(self) -> str:
-        return base_url(self.clients, tls=self.tls is not None)
+    tls: ssl.SSLContext | None
+    url: str
 
 
 Upload = Callable[[ClientExchange], BodySink]
@@ -67,11 +67,13 @@ class Admissions:
 
     clients    for engines.  gateways : the same of gateways in front of this server
     forecasts  for forecasts of what a call would take
+    identified  the stage that finds the program of a conversation; None: this process knows of no programs
     """
 
     clients: Admission
     gateways: Admission
     forecasts: Admission
+    identified: Stage | None = None
 
 
 class Admitting(Part):
@@ -87,10 +89,11 @@ class Admitting(Part):
         told = server.get(Families).counter("llmserve_program_requests")
         programs = KnownPrograms(cluster.calls.secret, count=lambda source: told.of(source).inc())
         told_aliases = aliases if names else None
-        clients = of_clients(cluster, key_limits, config.limits, told_aliases, identified(programs))
+        belongs = identified(programs)
+        clients = of_clients(cluster, key_limits, config.limits, told_aliases, belongs)
         asked = of_clients(cluster, key_limits, config.limits, told_aliases, kind_known(programs))
         asked.body.insert(0, of_body)
-        server.add(Admissions(clients, of_gateways(clients, cluster, told_aliases), asked))
+        server.add(Admissions(clients, of_gateways(clients, cluster, told_aliases), asked, belongs))
         yield
 
 
@@ -99,8 +102,7 @@ class Sockets(Part):
 
     def check(self, config: Config) -> Config:
         server = config.server
-        check_host(server.host, may_serve_anyone=_needs_key(config) or server.anonymous)
-        trusted_proxies(config)
+        check_clients(config)
         tls_of(config)
         if server.metrics_host is not None and server.metrics_port is None:
             raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
@@ -110,13 +112,26 @@ class Sockets(Part):
     async def open(self, server: Server) -> AsyncIterator[None]:
         settings = server.config.server
         with contextlib.ExitStack() as stack:
-            clients = stack.enter_context(listening_socket(settings.host, settings.port))
+            relays = server.find(BehindRelays)
+            if relays is not None:
+                clients, tls, url = relays.clients, None, relays.url
+            else:
+                clients = stack.enter_context(listening_socket(settings.host, settings.port))
+                tls = tls_of(server.config)
+                url = base_url(clients, tls=tls is not None)
             state = None
             if settings.metrics_port is not None:
                 state = stack.enter_context(listening_socket(settings.metrics_host or LOOPBACK, settings.metrics_port))
-            server.add(Listening(clients, state, tls_of(server.config)))
+            server.add(Listening(clients, state, tls, url))
             server.add(OwnApi())
             yield
+
+
+def check_clients(config: Config) -> None:
+    """Raise ConfigError when the settings of who may reach the server contradict each other."""
+    server = config.server
+    check_host(server.host, may_serve_anyone=_needs_key(config) or server.anonymous)
+    trusted_proxies(config)
 
 
 def _needs_key(config: Config) -> bool:
@@ -153,9 +168,9 @@ def trusted_proxies(config: Config) -> TrustedProxies:
         raise ConfigError(f"trusted_proxy: {error}") from error
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ListenError when the port is not available."""
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a listening socket. Raises ListenError when the port is not available. shared : see accepting.py"""
     try:
-        return accepting.listening_socket(host, port)
+        return accepting.listening_socket(host, port, shared=shared)
     except OSError as error:
         raise ListenError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error

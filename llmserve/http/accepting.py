@@ -28,10 +28,13 @@ CONNECTIONS_MAX = 100_000
 FILES_RESERVED = 64
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Call before any slow start. Raises OSError when the port is not available."""
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a listening socket. Call before any slow start. Raises OSError when the port is not available.
+
+    shared : several sockets, each made so, listen on one port; the system deals connections out to them
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), backlog=2048, family=family)
+    return socket.create_server((host, port), backlog=2048, family=family, reuse_port=shared)
 
 
 def base_url(listener: socket.socket, *, tls: bool = False) -> str:
@@ -46,6 +49,9 @@ class Acceptor:
     queue until a connection ends; when that queue has not been empty for QUEUE_S, those in it are refused.
     protocol : makes the protocol of a connection.  evict : makes room for a connection, and returns whether it has
     tls  of connections from now on; None: plain
+
+    open    connections, with those that are being made
+    passes  called with each connection that is accepted: whether somebody else takes it; None: nobody does
     """
 
     def __init__(
@@ -57,6 +63,8 @@ class Acceptor:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tls = tls
+        self.open = 0
+        self.passes: Callable[[socket.socket], bool] | None = None
         self.connections_max = shared.limits.connections_max or _connections_max()
         self.arriving: set[asyncio.Task[Any]] = set()
         self._listener = listener
@@ -116,12 +124,20 @@ class Acceptor:
                 self._accept_without_files(error)
                 return
             sock.setblocking(False)
+            if self.passes is not None and self.passes(sock):
+                continue
             if is_full:
                 self._refuse(sock)
                 continue
-            arriving = self._loop.create_task(self._connect(sock))
-            self.arriving.add(arriving)
-            arriving.add_done_callback(self.arriving.discard)
+            self.take(sock)
+
+    def take(self, sock: socket.socket) -> None:
+        """Serve a connection that was accepted, here or elsewhere."""
+        sock.setblocking(False)
+        self.open += 1
+        arriving = self._loop.create_task(self._connect(sock))
+        self.arriving.add(arriving)
+        arriving.add_done_callback(self.arriving.discard)
 
     async def _connect(self, sock: socket.socket) -> None:
         try:
@@ -136,6 +152,7 @@ class Acceptor:
                     ssl_shutdown_timeout=SHUTDOWN_S,
                 )
         except OSError:  # the client has gone already, or does not speak TLS as the server does
+            self.open -= 1
             sock.close()
 
     def _refuse(self, sock: socket.socket) -> None:

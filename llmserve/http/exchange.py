@@ -316,6 +316,22 @@ class Exchange(Generic[State]):
         self.write(body)
         self.end()
 
+    def when_writable(self, waiter: Callable[[], None]) -> None:
+        """Call the waiter once, when the client has read enough, or has gone."""
+        self._out.when_writable(waiter)
+
+    def pass_on(self, data: bytes) -> bool:
+        """Write bytes of an answer that another server has made, with its head. The connection closes behind it.
+
+        Returns whether the client is behind.
+        """
+        out = self._out
+        if not self.started:
+            self.started, self.keep_alive = True, False
+            self.written = -out.written
+        out.write(data)
+        return out.paused
+
     def refuse(self, error: Exception) -> None:
         """Answer with the error. An answer that has begun stays as it is; the handler hears of the error anyway."""
         answer = self._connection.shared.handler.refusal(error, self)

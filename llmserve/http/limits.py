@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from llmserve.http.proxies import TrustedProxies
@@ -25,5 +26,5 @@ class ServerLimits:
     client_stall_s: float
     connections_max: int | None = None
     keep_alive_s: float = 0.0
-    streamed: tuple[str, ...] = ()
+    streamed: Container[str] = ()
     trusted_proxies: TrustedProxies = field(default_factory=lambda: TrustedProxies(()))

@@ -65,6 +65,22 @@ class Server:
     def connections_max(self) -> int:
         return self._acceptor.connections_max
 
+    @property
+    def connected(self) -> int:
+        """Number of connections, with those that are being made."""
+        return self._acceptor.open
+
+    def pass_on(self, passes: Callable[[socket.socket], bool]) -> None:
+        """Ask with each connection that is accepted whether somebody else takes it; see `take`."""
+        self._acceptor.passes = passes
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that another server has accepted, and passed on."""
+        if self.shared.closing:
+            connection.close()
+        else:
+            self._acceptor.take(connection)
+
     def use(self, tls: ssl.SSLContext) -> None:
         """Speak TLS with clients that connect from now on."""
         self._acceptor.tls = tls
@@ -84,6 +100,7 @@ class Server:
 
     def _lost(self, connection: Connection) -> None:
         self.shared.buffers.freed_bytes += CONNECTION_BYTES
+        self._acceptor.open -= 1
         self._acceptor.start()
 
     def _evict(self) -> bool:

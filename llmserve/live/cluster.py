@@ -51,6 +51,8 @@ class LiveCluster:
     forecasts   of what calls will take; None: only clients predict
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
     secret      see Calls; None: it is drawn
+
+    on_drain    called when the drain begins
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LiveCluster:
         self._revising = RevisionLoop(Revisions(scheduler.requests, self.calls.forecast_again), self.driver.step)
         self._learning = LearningLoop(self.forecasts.learn, self._revising.learnt)
         self.calls.on_answered.append(self._learning.answered)
+        self.on_drain: list[Callable[[], None]] = []
         self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
 
     @property
@@ -131,6 +134,8 @@ class LiveCluster:
         """Refuse new calls and finish the others. False: `within_s` was too short."""
         self._drained_by_s = self.now_s() + within_s
         self.driver.step(DrainRequested())
+        for listener in self.on_drain:
+            listener()
         try:
             async with asyncio.timeout(within_s):
                 await self.calls.empty.wait()

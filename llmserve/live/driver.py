@@ -35,6 +35,11 @@ class Driver:
         self._alarm = Alarm(self.now_s, lambda: self.step(TimerFired()))
         self._closed = False
 
+    @property
+    def zero_s(self) -> float:
+        """The start, on the clock that was given."""
+        return self._started_at
+
     def now_s(self) -> float:
         """Seconds since the start: the scheduler's clock."""
         return self._clock() - self._started_at

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from llmserve.calls.client_request import ClientExchange
@@ -108,15 +109,24 @@ class Followers(list[Callable[[ClientExchange], None]]):
         exchange.state.call = None  # the call knows the exchange, too: a cycle would stay until a full collection
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What spans tell of the scheduler. order : in force, in words.  now_s : its clock"""
+
+    order: Callable[[], str]
+    now_s: Callable[[], float]
+
+
 class Measurements(Part):
     """The metrics of /metrics."""
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
         config = server.config
-        server.add(
+        cluster = server.get(LiveCluster)
+        metrics = server.add(
             Metrics(
-                server.get(LiveCluster),
+                cluster,
                 config.scheduling.full_batch,
                 server.get(Meters),
                 energy_known=all(profile.energy_known for profile in config.dispatch.profiles().values()),
@@ -125,11 +135,14 @@ class Measurements(Part):
             )
         )
         server.add(Followers())
+        server.add(Traced(lambda: metrics.order, cluster.now_s))
         yield
 
 
 class Traces(Part):
     """Spans of requests, sent by OTLP. Without the setting OpenTelemetry is not imported."""
+
+    in_relays = True
 
     def check(self, config: Config) -> Config:
         if config.server.traces_sample:
@@ -143,8 +156,8 @@ class Traces(Part):
             return
         from llmserve.observe import traces
 
-        metrics, cluster = server.get(Metrics), server.get(LiveCluster)
-        made = traces.Traces(server.config.server.traces_sample, lambda: metrics.order, cluster.now_s, traces.otlp())
+        traced = server.get(Traced)
+        made = traces.Traces(server.config.server.traces_sample, traced.order, traced.now_s, traces.otlp())
         server.add(made)
         server.get(Followers).append(made.ended)
         try:
@@ -155,6 +168,8 @@ class Traces(Part):
 
 class AccessLog(Part):
     """A line of the log for each request that has ended."""
+
+    in_relays = True
 
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from llmserve.gateway.part import Listening
 from llmserve.live.cluster import LiveCluster
-from llmserve.part import Part, Server
+from llmserve.part import BehindRelays, Part, Server
 from llmserve.runtime.at_once import at_once
 from llmserve.server.parts import PARTS, Parts
 from llmserve.server.reload import Reloader
@@ -33,14 +33,19 @@ def each(parts: Parts) -> Iterator[Part]:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIterator[tuple[LiveCluster, str]]:
+async def serving(
+    config: Config, reloader: Reloader | None = None, relays: BehindRelays | None = None
+) -> AsyncIterator[tuple[LiveCluster, str]]:
     """Run the whole server inside the block. Yields the cluster and the base URL.
 
     reloader : reads the settings again; None: files are read again, by the same settings
+    relays : None: this process holds the connections of clients itself
     Raises LLMServeError when the server cannot start.
     """
     reloader = reloader or Reloader(config)
     server = Server(checked(config), reloader.reload)
+    if relays is not None:
+        server.add(relays)
     async with opened(PARTS, server):
         reloader.follow(server, list(each(PARTS)))
         async with running(PARTS, server):

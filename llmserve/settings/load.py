@@ -114,9 +114,10 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
     common: dict[str, Any] = {"help": help_.replace("%", "%%"), "default": argparse.SUPPRESS}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    for part in (kind, *get_args(kind)):
-        if get_origin(part) is Literal:
-            return {**common, "choices": get_args(part)}
+    parts = get_args(kind) if get_origin(kind) is not Literal else (kind,)
+    words = [part for part in parts if get_origin(part) is Literal]
+    if words and set(parts) <= {*words, type(None)}:
+        return {**common, "choices": get_args(words[0])}
     if kind == tuple[str, ...]:
         return {**common, "action": "append", "metavar": _extra(hint).get("metavar", "TEXT")}
     return {**common, "metavar": _extra(hint).get("metavar", _metavar(kind, text))}

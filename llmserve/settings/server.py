@@ -18,6 +18,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
+    workers: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | Literal["auto"],
+        Meta(
+            description="processes that hold the connections, beside one process that schedules. 1: one process does "
+            "both; auto: as many as this machine has cores, less one"
+        ),
+    ] = 1
     api_key_file: Annotated[
         str | None,
         Meta(

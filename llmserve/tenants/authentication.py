@@ -20,11 +20,20 @@ class Keys:
 
     def __init__(self, keys: Mapping[str, str], tokens: Tokens | None = None) -> None:
         self.tokens = tokens
-        self._names: dict[bytes, str] = {}
+        self._names: Mapping[bytes, str] = {}
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, str]) -> None:
         self._names = {digest_of(key): name for name, key in keys.items()}
+
+    @property
+    def names(self) -> Mapping[bytes, str]:
+        """Of the keys, by digest."""
+        return self._names
+
+    def use(self, names: Mapping[bytes, str]) -> None:
+        """Know the keys of these digests from now on."""
+        self._names = names
 
     @property
     def required(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from llmserve.runtime.lasting import lasting
 from llmserve.tenants.key_file import Budgets
-from llmserve.tenants.usage_file import Entry, Reserve, admit, fit
+from llmserve.tenants.usage_file import Entry, Held, Reserve, admit, fit
 
 log = logging.getLogger("llmserve")
 
@@ -25,8 +25,15 @@ Per = Literal["day", "month"]
 class SpentFile(Protocol):
     """Keeps what was spent; see usage_file.py."""
 
+    def held(self, holder: str, periods: Sequence[str]) -> dict[str, list[tuple[Entry, float]]]: ...
+
     def update(
-        self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()
+        self,
+        changes: Mapping[Entry, float],
+        periods: Sequence[str],
+        asked: Sequence[Sequence[Reserve]] = (),
+        holds: Sequence[Held | None] = (),
+        ended: Sequence[Held] = (),
     ) -> tuple[dict[Entry, float], list[bool]]: ...
 
     def close(self) -> None: ...
@@ -38,17 +45,27 @@ class Ledger:
     A reserve is compared with what all servers have spent, and added, in one transaction of the file. A thread does
     that; requests that come meanwhile share the next transaction. What a request gives back is written twice a second.
     So a crash loses what was given back in the last half second, and requests in flight at a crash stay charged with
-    their reserves. Raises ConfigError when the file cannot be used. wall_clock : unix time, s
+    their reserves. Neither holds for reserves with a name: a process that takes over has them by `take_over`.
+    Raises ConfigError when the file cannot be used.
+
+    wall_clock  unix time, s
+    holder      of reserves with names; "": there are none
+
+    on_written  called with the names of reserves whose use is written
     """
 
-    def __init__(self, file: SpentFile, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, file: SpentFile, wall_clock: Callable[[], float] = time.time, holder: str = "") -> None:
+        self.on_written: Callable[[Sequence[str]], None] | None = None
+        self._holder = holder
+        self._ended: list[str] = []  # names of reserves whose use is not written yet
         self._file = file
         self._wall_clock = wall_clock
         self._until_s = -1.0
         self._periods: dict[Per, tuple[str, float]] = {}  # name, and unix time of the end
         self._changes: dict[Entry, float] = {}
+        self._left = file.held(holder, self._names()) if holder else {}  # by an earlier process, by name
         self._spent, _ = file.update({}, self._names())
-        self._asked: list[tuple[Sequence[Reserve], asyncio.Future[bool]]] = []
+        self._asked: list[tuple[Sequence[Reserve], str, asyncio.Future[bool]]] = []
         self._lock = asyncio.Lock()  # one transaction at a time
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -88,12 +105,33 @@ class Ledger:
         self._spent[entry] = self._spent.get(entry, 0.0) + amount
         self._changes[entry] = self._changes.get(entry, 0.0) + amount
 
-    async def reserve(self, reserves: Sequence[Reserve]) -> bool:
-        """Reserve these amounts, if all of them fit what all servers have left. True if they do."""
+    def take_over(self, name: str) -> list[tuple[Entry, float]]:
+        """What an earlier process has reserved under this name; []: nothing, or its use is written."""
+        return self._left.pop(name, [])
+
+    def has_left(self, name: str) -> bool:
+        """Whether `take_over` has something under this name."""
+        return name in self._left
+
+    def give_up_rest(self) -> None:
+        """Give back what an earlier process has reserved, and nobody has taken over."""
+        left, self._left = self._left, {}
+        for name, reserved in left.items():
+            for entry, amount in reserved:
+                self.add(entry, -amount)
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        """Note that what was reserved under this name is settled."""
+        if name:
+            self._ended.append(name)
+
+    async def reserve(self, reserves: Sequence[Reserve], name: str = "") -> bool:
+        """Reserve these amounts, if all of them fit what all servers have left. True if they do. name : "": none"""
         loop = asyncio.get_running_loop()
         while True:
             admitted: asyncio.Future[bool] = loop.create_future()
-            self._asked.append((reserves, admitted))
+            self._asked.append((reserves, name, admitted))
             if self._reserving is None:
                 self._reserving = lasting("reserving of budgets", self._reserve_all)
             if await admitted:
@@ -134,21 +172,31 @@ class Ledger:
         async with self._lock:
             written, self._changes = self._changes, {}
             asked, self._asked = self._asked, []
-            reserves = [reserves for reserves, _ in asked]
+            ended, self._ended = self._ended, []
+            reserves = [reserves for reserves, _, _ in asked]
+            named: tuple[list[Held | None], list[Held]] | tuple[()] = ()
+            if self._holder:
+                named = [self._hold(name) for _, name, _ in asked], [Held(self._holder, name) for name in ended]
             try:
-                spent, admitted = await asyncio.to_thread(self._file.update, written, self._names(), reserves)
+                spent, admitted = await asyncio.to_thread(self._file.update, written, self._names(), reserves, *named)
             except Exception as error:
                 admitted = self._go_on(written, reserves, error)
+                self._ended[:0] = ended
             else:
+                if ended and self.on_written is not None:
+                    self.on_written(ended)
                 if self._failing:
                     log.info("what keys have spent is written again")
                 self._failing = False
                 for entry, amount in self._changes.items():  # made meanwhile
                     spent[entry] = spent.get(entry, 0.0) + amount
                 self._spent = spent
-        for (_, future), fits in zip(asked, admitted, strict=True):
+        for (_, _, future), fits in zip(asked, admitted, strict=True):
             if not future.done():
                 future.set_result(fits)
+
+    def _hold(self, name: str) -> Held | None:
+        return Held(self._holder, name) if name else None
 
     def _go_on(
         self, written: Mapping[Entry, float], asked: Sequence[Sequence[Reserve]], error: Exception
@@ -194,6 +242,10 @@ class Budget:
             **{"key": self.key, "unit": self.unit, "per": self.per, "limit": self.limit},
             **{"spent": round(spent, 6), "reserved": round(self.reserved, 6)},
         }
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the entry is of this budget, in whatever day or month."""
+        return entry.unit == self.unit and entry.period.count("-") == (2 if self.per == "day" else 1)
 
     @property
     def renewed_in_s(self) -> float:

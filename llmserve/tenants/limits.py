@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import islice
@@ -153,6 +154,12 @@ class KeyLimits:
         account.key.running += 1
         return account
 
+    def acquire_again(self, name: str) -> Account:
+        """Count a request that an earlier process of this server has counted, and so admitted. Raises KeyError."""
+        account = self._accounts[name]
+        account.key.running += 1
+        return account
+
     def account(self, name: str) -> Account:
         """name : of a key with a request in progress"""
         return self._accounts[name]
@@ -232,6 +239,12 @@ class Account:
         if not self.is_limited and self.limits.usage is None:
             return None
         return KeyCharge(self, model)
+
+    def named_charge(self, model: str, name: str, *, again: bool) -> KeyCharge | None:
+        """The same, with reserves under a name, which outlive this process. again : an earlier process has made it"""
+        if not self.is_limited and self.limits.usage is None:
+            return None
+        return AdmittedCharge(self, model, name) if again else NamedCharge(self, model, name)
 
     def scopes(self, model: str) -> tuple[Scope, ...]:
         scope = self._models.get(model)
@@ -356,7 +369,10 @@ class KeyCharge:
     """What one call holds of the limits and budgets of its key, from its arrival to its end.
 
     tokens  reserved.  waits : whether these count as waiting
+    name    of what is reserved of budgets; "": none
     """
+
+    name = ""
 
     __slots__ = ("_account", "_budgets", "_output_tokens", "_scopes", "_settled", "call", "model", "tokens", "waits")
 
@@ -387,22 +403,25 @@ class KeyCharge:
         account.charges.add(self)
         return self._reserve_budgets(tokens, money) if account.budgets else None
 
+    def _reserve_budgets(self, tokens: float, money: float) -> Coroutine[Any, Any, None] | None:
+        return self._ask_budgets(tokens, money)
+
     def _count_refused(self, error: RequestError) -> None:
         self._account.limits.on_refused(error.code or error.type)
         self._account.count_refused(self.model)
 
-    async def _reserve_budgets(self, tokens: float, money: float) -> None:
+    async def _ask_budgets(self, tokens: float, money: float) -> None:
         """Reserve what the call needs of the budgets, all or nothing. Raises RateLimited."""
         account, ledger = self._account, self._account.limits.ledger
         assert ledger is not None, "a budget has a ledger"
         amounts = [(budget, tokens if budget.unit == "tokens" else money) for budget in account.budgets]
-        reserves = [(budget, budget.reserve_of(amount)) for budget, amount in amounts]
-        if await ledger.reserve([reserve for _, reserve in reserves]):
+        reserves = [(budget, self._reserve_of(budget, amount)) for budget, amount in amounts]
+        if await ledger.reserve([reserve for _, reserve in reserves], self.name):
             for budget, reserve in reserves:
                 budget.reserved += reserve.amount
             self._budgets = reserves
-            if self._settled:  # the client has left meanwhile
-                self._settle_budgets(0.0, 0.0)
+            if self._settled:
+                self._settle_late()
         elif not self._settled:
             self._give_back(0.0)
             for scope in self._scopes[1:]:
@@ -411,6 +430,13 @@ class KeyCharge:
             error = account.over_budget(self.model, reserves)
             self._count_refused(error)
             raise error
+
+    def _reserve_of(self, budget: Budget, amount: float) -> Reserve:
+        return budget.reserve_of(amount)
+
+    def _settle_late(self) -> None:
+        """Settle what was reserved after the end: the client had left meanwhile."""
+        self._settle_budgets(0.0, 0.0)
 
     def _check(self, tokens: float, money: float) -> None:
         account, scopes = self._account, self._account.scopes(self.model)
@@ -465,3 +491,62 @@ class KeyCharge:
     def _money(self, prompt_tokens: float, output_tokens: float) -> float:
         price = self._account.limits.prices.get(self.model)
         return price.of(prompt_tokens, output_tokens) if price is not None else 0.0
+
+
+class NamedCharge(KeyCharge):
+    """What a call holds whose answer may outlive this process: what is reserved of budgets has a name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, account: Account, model: str, name: str) -> None:
+        super().__init__(account, model)
+        self.name = name
+
+    def _settle_budgets(self, tokens: float, money: float) -> None:
+        super()._settle_budgets(tokens, money)
+        if self._budgets:
+            self._ledger.end(self.name)
+
+    @property
+    def _ledger(self) -> Ledger:
+        ledger = self._account.limits.ledger
+        assert ledger is not None, "a budget has a ledger"
+        return ledger
+
+
+class AdmittedCharge(NamedCharge):
+    """What a call holds that an earlier process of this server has admitted: it is not refused.
+
+    It may run already, and so end before its reserve is written.
+    """
+
+    __slots__ = ("_used",)
+
+    def __init__(self, account: Account, model: str, name: str) -> None:
+        super().__init__(account, model, name)
+        self._used = 0.0, 0.0
+
+    def _check(self, tokens: float, money: float) -> None:
+        return
+
+    def _reserve_budgets(self, tokens: float, money: float) -> Coroutine[Any, Any, None] | None:
+        """Take over what the earlier process has reserved, or reserve whatever is left."""
+        reserved = self._ledger.take_over(self.name)
+        for entry, amount in reserved:
+            budget = next((budget for budget in self._account.budgets if budget.has(entry)), None)
+            if budget is None:  # it has been removed since
+                self._ledger.add(entry, -amount)
+                continue
+            budget.reserved += amount
+            self._budgets.append((budget, Reserve(entry, amount, math.inf)))
+        return None if reserved else super()._reserve_budgets(tokens, money)
+
+    def _reserve_of(self, budget: Budget, amount: float) -> Reserve:
+        return budget.reserve_of(amount)._replace(limit=math.inf)
+
+    def _settle_budgets(self, tokens: float, money: float) -> None:
+        self._used = tokens, money
+        super()._settle_budgets(tokens, money)
+
+    def _settle_late(self) -> None:
+        self._settle_budgets(*self._used)

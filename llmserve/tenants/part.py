@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.key_usage import KeyUsage
 from llmserve.observe.metrics import Metrics
-from llmserve.part import Commit, Part, Server
+from llmserve.part import BehindRelays, Commit, Part, Server
 from llmserve.settings.tree import Config
 from llmserve.tenants import authentication
 from llmserve.tenants.budgets import Ledger
@@ -48,7 +48,9 @@ class KeyFiles(Part):
     async def open(self, server: Server) -> AsyncIterator[None]:
         config = server.config
         clients, admin, path = keys_of(config), admin_keys_of(config), usage_path(config)
-        ledger = Ledger(UsageFile(path)) if path is not None else None
+        relays = server.find(BehindRelays)
+        holder = relays.name if relays is not None else ""
+        ledger = Ledger(UsageFile(path), holder=holder) if path is not None else None
         tokens = tokens_of(config)
         server.add(KnownKeys(clients, admin, ledger, tokens))
         async with AsyncExitStack() as stack:

@@ -67,6 +67,11 @@ class Tokens:
         self._keys: dict[str, PyJWK] | None = None
         self._known: dict[bytes, tuple[str, float]] = {}  # account and expiry, by digest
 
+    @property
+    def tenants(self) -> Collection[str] | None:
+        """The tenants that tokens may name; None: any."""
+        return self._tenants
+
     def allow(self, tenants: Collection[str] | None) -> None:
         """Let tokens name these tenants. None: any"""
         if tenants != self._tenants:

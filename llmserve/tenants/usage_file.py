@@ -2,6 +2,9 @@
 
 Several servers may use one file: each adds its changes in a transaction, so none overwrites another's, and reserves are
 compared with the limits in the same transaction, so that all servers together admit no more than these allow.
+
+A reserve may have a name. Then the file has it, until what it was for has been used, in the same transaction: so a
+process that takes over from one that was killed finds which reserves are open.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ BUSY_PAUSE_S = 0.02
 CREATE = """CREATE TABLE IF NOT EXISTS spent (
     key TEXT NOT NULL, period TEXT NOT NULL, unit TEXT NOT NULL, amount REAL NOT NULL,
     PRIMARY KEY (key, period, unit)) WITHOUT ROWID"""
+CREATE_HELD = """CREATE TABLE IF NOT EXISTS held (
+    holder TEXT NOT NULL, name TEXT NOT NULL,
+    key TEXT NOT NULL, period TEXT NOT NULL, unit TEXT NOT NULL, amount REAL NOT NULL,
+    PRIMARY KEY (holder, name, key, period, unit)) WITHOUT ROWID"""
 ADD = """INSERT INTO spent VALUES (?, ?, ?, ?)
     ON CONFLICT (key, period, unit) DO UPDATE SET amount = amount + excluded.amount"""
 
@@ -39,6 +46,13 @@ class Reserve(NamedTuple):
     entry: Entry
     amount: float
     limit: float
+
+
+class Held(NamedTuple):
+    """Who holds reserves with a name. holder : a server's processes"""
+
+    holder: str
+    name: str
 
 
 def fit(reserves: Sequence[Reserve], spent: Mapping[Entry, float]) -> bool:
@@ -70,6 +84,7 @@ class UsageFile:
             if version != VERSION and tables:
                 raise ConfigError(f"usage_file: {path} is no file of llmserve's budgets of version {VERSION}")
             self._connection.execute(CREATE)
+            self._connection.execute(CREATE_HELD)
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
             self._connection.execute("COMMIT")
         except (OSError, RuntimeError, sqlite3.Error) as error:
@@ -90,11 +105,27 @@ class UsageFile:
                     raise
                 time.sleep(BUSY_PAUSE_S)
 
+    def held(self, holder: str, periods: Sequence[str]) -> dict[str, list[tuple[Entry, float]]]:
+        """The open reserves of a holder in these periods, by name. Those of all other periods are forgotten."""
+        marks = ", ".join("?" * len(periods))
+        self._connection.execute(f"DELETE FROM held WHERE period NOT IN ({marks})", periods)
+        rows = self._connection.execute("SELECT name, key, period, unit, amount FROM held WHERE holder = ?", (holder,))
+        held: dict[str, list[tuple[Entry, float]]] = {}
+        for name, key, period, unit, amount in rows.fetchall():
+            held.setdefault(name, []).append((Entry(key, period, unit), amount))
+        return held
+
     def update(
-        self, changes: Mapping[Entry, float], periods: Sequence[str], asked: Sequence[Sequence[Reserve]] = ()
+        self,
+        changes: Mapping[Entry, float],
+        periods: Sequence[str],
+        asked: Sequence[Sequence[Reserve]] = (),
+        holds: Sequence[Held | None] = (),
+        ended: Sequence[Held] = (),
     ) -> tuple[dict[Entry, float], list[bool]]:
         """Add the changes to what was spent, then the reserves of each request that fit, in turn.
 
+        holds : of each request that asks, None for a reserve without a name.  ended : these hold nothing any more
         Returns what all servers have spent in these periods, and whether each request's reserves were added. Raises
         sqlite3.Error; then nothing was added. May be called in a thread, but never twice at once.
         """
@@ -108,6 +139,16 @@ class UsageFile:
             admitted = [admit(reserves, spent) for reserves in asked]
             added = [reserve for reserves, fits in zip(asked, admitted, strict=True) if fits for reserve in reserves]
             connection.executemany(ADD, [(*entry, amount) for entry, amount, _ in added])
+            if ended:
+                connection.executemany("DELETE FROM held WHERE holder = ? AND name = ?", ended)
+            rows_held = [
+                (*hold, *entry, amount)
+                for hold, reserves, fits in zip(holds, asked, admitted, strict=False)
+                if hold is not None and fits
+                for entry, amount, _ in reserves
+            ]
+            if rows_held:
+                connection.executemany("INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?, ?, ?)", rows_held)
             connection.execute("COMMIT")
         except BaseException:
             connection.rollback()

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from llmserve.calls.client_request import ClientExchange, ClientRequest
 from llmserve.errors import RequestError
-from llmserve.gateway.completions import Completions
 from llmserve.gateway.content_coding import HEADER, Unpacker, codings_of
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.forecasting import PATH as FORECAST
 from llmserve.gateway.forecasting import Forecasting
+from llmserve.gateway.intake import Intake
 from llmserve.http.exchange import Answer
 from llmserve.web.cors import Cors
 from llmserve.web.paths import METHODS
-from llmserve.web.site import Site
 
 Watcher = Callable[[ClientExchange], None]
 """Sees the head of each request before anything else does. Raises RequestError to refuse the request."""
+
+
+class OwnSite(Protocol):
+    """Answers every path but those of engines; see site.py."""
+
+    def enter(self, exchange: ClientExchange) -> None:
+        """Look at a request whose head has arrived. Raises RequestError."""
+        ...
+
+    def handle(self, exchange: ClientExchange) -> None: ...
+
+    def refusal(self, error: Exception, exchange: ClientExchange | None) -> Answer: ...
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """The methods that a path takes; () when there is no such path."""
+        ...
 
 
 class App:
@@ -28,6 +43,7 @@ class App:
     Requests to engines bypass ASGI and Starlette: routing, middlewares and a task for each client would cost more time
     than all of scheduling (scripts/lab/questions/performance/frontend.py).
 
+    forecasting     None: the site answers forecasts, too
     cors            answers browsers that ask what pages may send; None: pages of other origins may send nothing
     watchers        see every request first
     body_bytes_max  of a body that was packed, when it is unpacked
@@ -35,9 +51,9 @@ class App:
 
     def __init__(
         self,
-        completions: Completions,
-        forecasting: Forecasting,
-        site: Site,
+        completions: Intake,
+        forecasting: Forecasting | None,
+        site: OwnSite,
         *,
         cors: Cors | None = None,
         watchers: Sequence[Watcher] = (),
@@ -64,7 +80,7 @@ class App:
         if exchange.method == "POST" and (endpoint := ENDPOINTS.get(exchange.path)) is not None:
             exchange.state.form = endpoint.form
             self._completions.admit(exchange, endpoint)
-        elif exchange.method == "POST" and exchange.path == FORECAST:
+        elif self._forecasting is not None and exchange.method == "POST" and exchange.path == FORECAST:
             self._forecasting.enter(exchange)
         else:
             self._site.enter(exchange)
@@ -77,7 +93,7 @@ class App:
             self._run(self._handle_packed(exchange))
         elif state.form is not None:
             self._completions.complete(exchange)
-        elif state.draft is not None:
+        elif self._forecasting is not None and state.draft is not None:
             self._forecasting.complete(exchange)
         elif exchange.method == "OPTIONS":
             self._answer_options(exchange)

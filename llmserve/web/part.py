@@ -18,6 +18,7 @@ from llmserve.gateway.forecasting import Forecasting
 from llmserve.gateway.part import Admissions, Listening, OwnApi, tls_of, trusted_proxies
 from llmserve.http.accepting import base_url
 from llmserve.http.limits import ServerLimits
+from llmserve.http.proxies import TrustedProxies
 from llmserve.http.server import Server as HttpServer
 from llmserve.http.server import is_loopback, running
 from llmserve.jobs.sums import JobSums
@@ -25,8 +26,9 @@ from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.observe.part import Followers
 from llmserve.observe.watch import Watch
-from llmserve.part import Commit, Part, Server, do_nothing
+from llmserve.part import BehindRelays, Commit, Part, Server, do_nothing
 from llmserve.settings.tree import Config
+from llmserve.tenants.authentication import Keys
 from llmserve.tenants.guards import admin_key, any_key, client_key
 from llmserve.tenants.limits import KeyLimits
 from llmserve.tenants.part import KnownKeys
@@ -95,7 +97,8 @@ class Front(Part):
                 running(_app(server, refusals), listening.clients, limits, listening.tls)
             )
             server.add(front)
-            metrics.follow_server(front)
+            if server.find(BehindRelays) is None:  # else the connections of clients are the relays'
+                metrics.follow_server(front)
             if followers := server.get(Followers):
                 front.on_ended(followers.tell)
             yield
@@ -103,7 +106,9 @@ class Front(Part):
     def change(self, server: Server, before: Config, after: Config) -> Commit:
         """The certificate, which is renewed now and then."""
         tls = tls_of(after)
-        return do_nothing if tls is None else lambda: server.get(HttpServer).use(tls)
+        if tls is None or server.find(BehindRelays) is not None:
+            return do_nothing
+        return lambda: server.get(HttpServer).use(tls)
 
 
 def _limits(server: Server) -> ServerLimits:
@@ -115,17 +120,28 @@ def _limits(server: Server) -> ServerLimits:
         config.live.client_stall_s,
         keep_alive_s=config.live.keep_alive_s,
         streamed=tuple(server.get(OwnApi).uploads),
-        trusted_proxies=trusted_proxies(config),
+        trusted_proxies=trusted_proxies(config) if server.find(BehindRelays) is None else TrustedRelays(),
     )
+
+
+class TrustedRelays(TrustedProxies):
+    """The relays of the server are its only clients, and the last address that they tell is the client's."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def client_of(self, peer: str, forwarded: str) -> str:
+        return forwarded.rpartition(",")[2].strip()
 
 
 def _app(server: Server, refusals: Refusals) -> App:
     config, api, admissions = server.config, server.get(OwnApi), server.get(Admissions)
     cluster = server.get(LiveCluster)
-    completions = Completions(cluster, admissions.clients, admissions.gateways, _begin_trace(server))
-    cors = Cors(config.server.cors_origin) if config.server.cors_origin else None
-    watchers: list[Watcher] = [cors.allow] if cors is not None else []
-    watchers.append(_browsers(server))
+    completions = Completions(cluster, admissions.clients, admissions.gateways, begin_trace_of(server))
+    cors, watchers = watchers_of(config, server.get(KeyLimits).keys)
     return App(
         completions,
         Forecasting(cluster, admissions.forecasts),
@@ -136,14 +152,18 @@ def _app(server: Server, refusals: Refusals) -> App:
     )
 
 
-def _browsers(server: Server) -> Watcher:
-    """Checks what web pages do, while no key is required."""
-    settings, keys = server.config.server, server.get(KeyLimits).keys
+def watchers_of(config: Config, keys: Keys) -> tuple[Cors | None, list[Watcher]]:
+    """Who sees the head of each request first: what browsers may send, and what web pages do while no key is needed."""
+    settings = config.server
+    cors = Cors(settings.cors_origin) if settings.cors_origin else None
     browsers = Browsers(settings.cors_origin, settings.allowed_host, on_loopback=is_loopback(settings.host))
-    return lambda exchange: None if keys.required else browsers.check(exchange)
+    watchers: list[Watcher] = [cors.allow] if cors is not None else []
+    watchers.append(lambda exchange: None if keys.required else browsers.check(exchange))
+    return cors, watchers
 
 
-def _begin_trace(server: Server) -> BeginTrace | None:
+def begin_trace_of(server: Server) -> BeginTrace | None:
+    """What begins the traces of requests; None: the settings ask for none."""
     if not server.config.server.traces_sample:
         return None
     from llmserve.observe.traces import Traces
