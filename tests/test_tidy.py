@@ -55,6 +55,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("jobs",),
     ("webhook",),
     ("web",),
+    ("workers",),
     ("simulation",),
     ("server",),
     ("doctor",),

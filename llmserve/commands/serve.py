@@ -22,9 +22,13 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -37,6 +41,7 @@ from llmserve.settings.tree import COMMON, TITLES, Config, EngineConfig, Schedul
 if TYPE_CHECKING:
     from llmserve.engines.nearby import Nearby
     from llmserve.live.cluster import LiveCluster
+    from llmserve.part import BehindRelays
     from llmserve.server.reload import Reloader
 
 log = logging.getLogger("llmserve")
@@ -84,11 +89,61 @@ def main(args: argparse.Namespace) -> int:
             ignored[0],
         )
     _allow_many_sockets()
+    if config.server.workers != 1:
+        from llmserve.workers.processes import relays_of
+
+        if (relays := relays_of(config.server.workers)) > 1:
+            return _with_relays(config, relays, read_again, has_file=file is not None)
+    return _run_loop(run(config, read_again, has_file=file is not None))
+
+
+def _run_loop(work: Coroutine[Any, Any, int]) -> int:
     with contextlib.suppress(ImportError):
         import uvloop
 
-        return uvloop.run(run(config, read_again, has_file=file is not None))
-    return asyncio.run(run(config, read_again, has_file=file is not None))
+        return uvloop.run(work)
+    return asyncio.run(work)
+
+
+def _with_relays(config: Config, relays: int, read: Callable[[], Config], *, has_file: bool) -> int:
+    """Start the processes of a server with so many relays, and be one of them. Returns the exit status."""
+    from llmserve.gateway.part import check_clients, listening_socket
+    from llmserve.http.accepting import base_url
+    from llmserve.part import BehindRelays
+    from llmserve.workers.processes import started
+
+    resolved = config.resolved()
+    check_clients(resolved)
+    server = resolved.server
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(listening_socket(server.host, server.port, shared=True))
+        port = first.getsockname()[1]
+        listeners = [first]
+        while len(listeners) < relays:
+            listeners.append(stack.enter_context(listening_socket(server.host, port, shared=True)))
+        folder = Path(tempfile.mkdtemp(prefix="llmserve-"))
+        place = started(listeners, folder, has_file=_can_reload(resolved, has_file))
+        if isinstance(place, int):
+            shutil.rmtree(folder, ignore_errors=True)
+            return place
+        if place.listener is not None:
+            from llmserve.server.parts import PARTS
+            from llmserve.server.serving import each
+            from llmserve.workers.running import relay
+
+            for listener in listeners:
+                if listener is not place.listener:
+                    listener.close()
+            return _run_loop(relay(resolved, [part for part in each(PARTS) if part.in_relays], place))
+        url = base_url(first, tls=server.tls_cert is not None)
+        for listener in listeners:
+            listener.close()
+        place.requests.unlink(missing_ok=True)
+        requests = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        requests.bind(str(place.requests))
+        requests.listen(2048)
+        behind = BehindRelays(requests, place.messages, url, folder.name, place.relays, place.predecessors)
+        return _run_loop(run(config, read, has_file=has_file, relays=behind, parent=place.parent))
 
 
 def looks_around(config: Config, origin: Mapping[str, str]) -> bool:
@@ -132,11 +187,19 @@ def _allow_many_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def run(config: Config, read: Callable[[], Config], *, has_file: bool = False) -> int:
+async def run(
+    config: Config,
+    read: Callable[[], Config],
+    *,
+    has_file: bool = False,
+    relays: BehindRelays | None = None,
+    parent: int | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit status.
 
     SIGHUP reads keys, limits and engines again, if a file says them; else it is a stop, too.
     read : reads the settings again.  has_file : whether a file of settings is given
+    relays, parent : of the scheduler process of a server with relays
     """
     from llmserve.server.reload import Reloader
     from llmserve.server.serving import serving
@@ -159,10 +222,13 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
         reloading.add(task)
         task.add_done_callback(reloading.discard)
 
-    files = (config.server.api_key_file, config.server.tls_cert, config.engines.engine_tls_cert)
-    has_file = has_file or any(files)
-    with _on_signals(on_stop, on_hangup if has_file else None), contextlib.suppress(asyncio.CancelledError):
-        async with serving(config, reloader) as (cluster, url):
+    can_reload = _can_reload(config, has_file)
+    with _on_signals(on_stop, on_hangup if can_reload else None), contextlib.suppress(asyncio.CancelledError):
+        if parent is not None:
+            asyncio.get_running_loop().add_reader(parent, _parent_gone(parent, on_stop))
+        async with serving(config, reloader, relays) as (cluster, url):
+            if relays is not None and relays.predecessors:  # which may have read the settings again
+                await _reload(reloader)
             await _wait_for_engine(cluster, url)
             starting = None
             gc.collect()
@@ -172,6 +238,21 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
             await stop.wait()
             await _drain(cluster, config.server.drain_s, stop_now)
     return 0
+
+
+def _can_reload(config: Config, has_file: bool) -> bool:
+    """Whether there is a file that may be read again. has_file : a file of settings"""
+    files = (config.server.api_key_file, config.server.tls_cert, config.engines.engine_tls_cert)
+    return has_file or any(files)
+
+
+def _parent_gone(parent: int, on_stop: Callable[[], None]) -> Callable[[], None]:
+    def gone() -> None:
+        asyncio.get_running_loop().remove_reader(parent)
+        log.error("the process that has started this one is gone")
+        on_stop()
+
+    return gone
 
 
 async def _reload(reloader: Reloader) -> None:

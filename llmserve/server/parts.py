@@ -19,6 +19,7 @@ from llmserve.planning.part import Plan
 from llmserve.tenants.part import KeyFiles, Keys
 from llmserve.web.part import Front, OwnPaths, Page
 from llmserve.webhook.part import Webhook
+from llmserve.workers.part import Relays
 
 Parts = tuple[Part | tuple[Part, ...], ...]
 
@@ -44,4 +45,5 @@ PARTS: Parts = (
     Page(),
     OwnPaths(),
     Front(),
+    Relays(),
 )
