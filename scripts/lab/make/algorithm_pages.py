@@ -53,7 +53,7 @@ def into(module, code):
 '''
 REGISTER = """
 
-get_ipython().register_cell_magic("into", lambda line, cell: into(line.strip(), cell))
+get_ipython().register_magic_function(lambda line, cell: into(line.strip(), cell), "cell", "into")
 """
 
 
