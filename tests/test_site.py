@@ -139,6 +139,36 @@ def test_the_site_asks_no_other_host_for_anything(site: Path) -> None:
     assert {link for link in loaded if not link.startswith("https://llmserve.github.io/")} == set()  # canonical links
 
 
+@pytest.mark.slow
+def test_a_release_is_added_to_the_versions(site: Path, tmp_path: Path) -> None:
+    """In a clone: its branch gh-pages has the site of the version, whose links lead to the version's tag."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout: the files of an sdist have no history")
+    clone, venv = tmp_path / "clone", Path(os.environ["DOCS_PYTHON"]).parents[1]
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", str(clone)], check=True)
+    (clone / ".venv-docs").symlink_to(venv)
+    (clone / "requirements" / "docs.lock").write_bytes(
+        (venv / ".installed").read_bytes()
+    )  # so that nothing is installed
+    who = {f"GIT_{who}_{what}": "docs" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    done = subprocess.run(
+        ["scripts/docs", "version", "7.8.9"], cwd=clone, capture_output=True, text=True, env={**os.environ, **who}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "git push origin gh-pages"
+
+    def branch(file: str) -> str:
+        show = subprocess.run(
+            ["git", "show", f"gh-pages:{file}"], cwd=clone, capture_output=True, text=True, check=True
+        )
+        return show.stdout
+
+    assert json.loads(branch("versions.json")) == [{"version": "7.8.9", "title": "7.8.9", "aliases": ["latest"]}]
+    page = branch("7.8.9/results/gpu/index.html")
+    assert "/blob/v7.8.9/scripts/lab/gpu/README" in page
+    assert "/blob/main/" not in page
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +201,7 @@ def test_brackets_in_code_are_no_links() -> None:
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:
-    listed = [page for section in docs_site.navigation() for pages in section.values() for page in pages]
+    entries = [entry for section in docs_site.navigation() for pages in section.values() for entry in pages]
+    listed = [page for entry in entries for page in (entry.values() if isinstance(entry, dict) else [entry])]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(listed) == sorted({*pages, *docs_site.PAGES.values()})

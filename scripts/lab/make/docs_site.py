@@ -49,7 +49,7 @@ def navigation() -> list[dict[str, Any]]:
     """The sections with their pages, as in MkDocs' `nav`."""
     named = [path for link in links((DOCS / "index.md").read_text()) if (path := DOCS / link).is_relative_to(DOCS)]
     order = {path: place for place, path in reversed(list(enumerate(named)))}
-    nav: list[dict[str, Any]] = [{"llmserve": ["index.md", "contents.md"]}]
+    nav: list[dict[str, Any]] = [{"Start": [{"What it is": "index.md"}, {"Every page": "contents.md"}]}]
     for folder, (title, first) in SECTIONS.items():
         own = (
             sorted((DOCS / folder).glob("*.md"), key=lambda path: (order.get(path, len(order)), path)) if folder else []
