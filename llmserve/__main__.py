@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from llmserve import __version__
 from llmserve.commands.help_text import HelpFormatter
 from llmserve.errors import ConfigError, LLMServeError
+from llmserve.runtime.installation import check_packages
 from llmserve.spelling import nearest
 
 if TYPE_CHECKING:
@@ -109,11 +110,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"llmserve: unknown command {words[index]}{nearest(words[index], COMMANDS)}", file=sys.stderr)
         print(f"the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    args, unknown = parser(*words[index : index + 1]).parse_known_args(words)
-    args.words = words[index + 1 :]
-    if for_engine:
-        args.engine_args = for_engine
     try:
+        if index < len(words):
+            check_packages()  # before the command's module is loaded, which may need them
+        args, unknown = parser(*words[index : index + 1]).parse_known_args(words)
+        args.words = words[index + 1 :]
+        if for_engine:
+            args.engine_args = for_engine
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
         if args.command not in CLIENTS:

@@ -232,6 +232,6 @@ def _parquet(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DatasetError("reading Parquet needs pyarrow: pip install '.[train]'") from error
+        raise DatasetError("reading Parquet needs pyarrow, of the extra llmserve[train]") from error
     with pyarrow.parquet.ParquetFile(file) as table:
         yield from enumerate((record for batch in table.iter_batches() for record in batch.to_pylist()), start=1)

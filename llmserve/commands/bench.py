@@ -48,7 +48,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from llmserve.commands import asking
+from llmserve.engines.dialects import MODELS_PATH
+from llmserve.engines.probing import models_of
 from llmserve.engines.process import EngineProcess
+from llmserve.errors import ConfigError
 from llmserve.http.client import HttpClient
 from llmserve.runtime.extras import need_embedded, need_plot, need_predictor
 from llmserve.wire.headers import BATCH_HEADER, BATCH_SIZE_HEADER
@@ -154,6 +158,14 @@ async def front_end(
         yield process.url
     finally:
         await process.stop()
+
+
+def check_engine(url: str) -> None:
+    """Raise NoAnswer or ConfigError if no engine at this URL serves the demo model, whose prompts are sent."""
+    listed = models_of(asking.ask(url, MODELS_PATH, None, {}))
+    models = [model.id for model in listed.models] if listed is not None else []
+    if MODEL not in models:
+        raise ConfigError(f"bench needs an engine that serves {MODEL}: {url} has {', '.join(models) or 'no model'}")
 
 
 def client_of(url: str) -> HttpClient:
@@ -385,6 +397,8 @@ def main(args: argparse.Namespace) -> int:
         need_embedded()
     need_predictor("a trained predictor")
     need_plot(args.figure, "--figure")
+    if args.engine is not None:
+        check_engine(args.engine)
     if args.predictor is None:
         import predictor
 

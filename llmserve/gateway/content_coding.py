@@ -33,7 +33,7 @@ def codings_of(exchange: Exchange[Any]) -> list[str]:
     if len(codings) > CODINGS_MAX or any(name not in ACCEPTED for name in codings):
         error = UnsupportedMediaType(
             f"`{HEADER}`: {exchange.headers[HEADER][:64]!r} cannot be read; this server takes {', '.join(ACCEPTED)}"
-            + ("" if _WITH_ZSTD or "zstd" not in codings else ", and zstd with pip install 'llmserve[zstd]'")
+            + ("" if _WITH_ZSTD or "zstd" not in codings else ", and zstd with the extra llmserve[zstd]")
         )
         error.headers = ((b"accept-encoding", ", ".join(ACCEPTED).encode()),)
         raise error

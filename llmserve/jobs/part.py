@@ -17,7 +17,7 @@ from llmserve.gateway.part import OwnApi
 from llmserve.live.cluster import LiveCluster
 from llmserve.observe.metrics import Metrics
 from llmserve.part import Part, Server
-from llmserve.runtime.extras import install, missing, need
+from llmserve.runtime.extras import missing, need
 from llmserve.settings.tree import Config
 from llmserve.tenants.guards import client_key
 from llmserve.tenants.limits import KeyLimits
@@ -87,8 +87,8 @@ class Jobs(Part):
 
 
 def _remedy(config: Config) -> str:
-    """What gives a server files and batches."""
-    return "start it with --state DIR" if config.server.state is None else f"it needs {install('jobs')}"
+    """What gives a server files and batches, for its clients: they do not see where it is installed."""
+    return "start it with --state DIR" if config.server.state is None else "it needs the extra llmserve[jobs]"
 
 
 def _service(server: Server) -> AbstractAsyncContextManager[JobService]:

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from llmserve.errors import ConfigError
+from llmserve.runtime.installation import pip_install
 
 
 def need(extra: str, *modules: str, why: str, otherwise: str = "") -> None:
@@ -17,17 +18,12 @@ def need(extra: str, *modules: str, why: str, otherwise: str = "") -> None:
     module = missing(*modules)
     if module is not None:
         instead = f", or {otherwise}" if otherwise else ""
-        raise ConfigError(f"{why} needs {module}: {install(extra)}{instead}")
+        raise ConfigError(f"{why} needs {module}: {pip_install(extra)}{instead}")
 
 
 def missing(*modules: str) -> str | None:
     """Return the first of these modules that is not installed; None: all are."""
     return next((module for module in modules if importlib.util.find_spec(module) is None), None)
-
-
-def install(extra: str) -> str:
-    """Return the command that installs an extra."""
-    return f"pip install 'llmserve[{extra}]'"
 
 
 EMBEDDED = ("torch", "transformers", "safetensors", "onnxruntime", "aiohttp")

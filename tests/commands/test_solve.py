@@ -19,6 +19,7 @@ from bins.profile import PROFILES, Profile
 from llmserve.__main__ import main
 from llmserve.commands.solve import Problem, chart, profile_of, queue_of, runs, solve
 from llmserve.errors import ConfigError
+from llmserve.runtime.installation import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 ISSUE_FLAGS = (
@@ -336,7 +337,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_solved(
 ) -> None:
     without(monkeypatch, "matplotlib")
     assert main(["solve", "--json", "--plot", "policy.png"]) == 2
-    assert capsys.readouterr() == ("", "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n")
+    assert capsys.readouterr() == ("", f"llmserve: --plot needs matplotlib: {pip_install('plot')}\n")
 
 
 def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

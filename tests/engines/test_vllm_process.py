@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from llmserve.engines.vllm import (
     visible_gpus,
 )
 from llmserve.errors import ConfigError
+from llmserve.runtime.installation import pip_install
 
 
 def planned(
@@ -195,7 +197,7 @@ def test_an_interpreter_without_vllm_is_refused_with_the_way_to_get_it(tmp_path:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     check_python(str(tmp_path / "has-it"))
-    with pytest.raises(ConfigError, match=r"pip install 'llmserve\[vllm\]'.*--engine-python"):
+    with pytest.raises(ConfigError, match=f"{re.escape(pip_install('vllm'))}.*--engine-python"):
         check_python(str(tmp_path / "has-it-not"))
     with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
         check_python("/nowhere/python")

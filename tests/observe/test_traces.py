@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
+from llmserve.runtime.installation import pip_install
 from llmserve.scheduling.messages import DrainRequested
 from llmserve.server.serving import checked
 from llmserve.settings.tree import Config, ServerConfig
@@ -148,5 +150,5 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
 
 def test_without_the_extra_its_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "opentelemetry")
-    with pytest.raises(ConfigError, match=r"traces_sample needs opentelemetry: pip install 'llmserve\[traces\]'"):
+    with pytest.raises(ConfigError, match=f"traces_sample needs opentelemetry: {re.escape(pip_install('traces'))}"):
         checked(Config(server=ALL))

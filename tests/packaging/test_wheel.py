@@ -42,6 +42,10 @@ class Installed:
     bin: Path
     size_mb: float
 
+    def pip_install(self, extra: str) -> str:
+        """What adds an extra to this environment, as its commands say."""
+        return f"{self.bin / 'python'} -m pip install '{self.wheel}[{extra}]'"
+
     def run(self, program: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.bin / program), *words]
         environment = {**os.environ, **CLEAN}
@@ -136,29 +140,33 @@ def test_every_command_prints_its_flags_without_an_extra(installed: Installed):
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "line", "extra"),
     [
         (
             "serve --port 0",
             "no engine answers on this machine (ports 8000, 8001, 8080, 11434, 1234, 30000): name one with "
-            "--engine URL, or for the demo model pip install 'llmserve[embedded]'",
+            "--engine URL, or for the demo model",
+            "embedded",
         ),
-        ("train --data absent.jsonl --output folder", "training needs torch: pip install 'llmserve[train]'"),
+        ("train --data absent.jsonl --output folder", "training needs torch:", "train"),
         (
             "serve --engine http://127.0.0.1:9 --predictor folder",
-            "a trained predictor needs onnxruntime: pip install 'llmserve[predictor]'",
+            "a trained predictor needs onnxruntime:",
+            "predictor",
         ),
         (
             "serve --engine http://127.0.0.1:9 --store postgresql://host/name --store-folder folder",
-            "--store needs sqlalchemy: pip install 'llmserve[jobs]'",
+            "--store needs sqlalchemy:",
+            "jobs",
         ),
-        ("plan --instance absent.json", "planning needs scipy: pip install 'llmserve[plan]'"),
-        ("simulate --requests 100000000 --plot folder", "--plot needs matplotlib: pip install 'llmserve[plot]'"),
+        ("plan --instance absent.json", "planning needs scipy:", "plan"),
+        ("simulate --requests 100000000 --plot folder", "--plot needs matplotlib:", "plot"),
     ],
 )
-def test_a_command_that_needs_an_extra_says_so_in_one_line(words: str, line: str, installed: Installed):
+def test_a_command_that_needs_an_extra_says_so_in_one_line(words: str, line: str, extra: str, installed: Installed):
     done = installed.run("llmserve", *words.split())
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"llmserve: {line}\n")
+    told = f"llmserve: {line} {installed.pip_install(extra)}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 
 def test_a_simulation_needs_no_extra(installed: Installed):
@@ -181,7 +189,7 @@ def test_an_answer_is_served_without_an_extra_and_teaches(installed: Installed, 
         with pytest.raises(HTTPError) as refusal:
             urlopen(f"{server.url}/v1/batches", timeout=30)
         message = json.loads(refusal.value.read())["error"]["message"]
-        assert message == "this server keeps no files and batches: it needs pip install 'llmserve[jobs]'"
+        assert message == "this server keeps no files and batches: it needs the extra llmserve[jobs]"
         assert server.stop(signal.SIGTERM) == 0
     assert sorted(path.name for path in (tmp_path / "state").iterdir())
 
@@ -189,8 +197,8 @@ def test_an_answer_is_served_without_an_extra_and_teaches(installed: Installed, 
 def test_a_store_whose_packages_are_gone_is_not_forgotten(installed: Installed, tmp_path: Path):
     (tmp_path / "jobs.sqlite").touch()
     done = installed.run("llmserve", "serve", "--engine", "http://127.0.0.1:9", "--state", str(tmp_path))
-    line = "jobs.sqlite of --state needs sqlalchemy: pip install 'llmserve[jobs]'"
-    assert (done.returncode, done.stderr) == (2, f"llmserve: {line}\n")
+    line = "jobs.sqlite of --state needs sqlalchemy:"
+    assert (done.returncode, done.stderr) == (2, f"llmserve: {line} {installed.pip_install('jobs')}\n")
 
 
 def test_an_answer_is_served_with_the_demo_predictors_forecast(installed_in_an_image: Installed, fake_engine: str):
@@ -203,3 +211,53 @@ def test_an_answer_is_served_with_the_demo_predictors_forecast(installed_in_an_i
         assert answer["usage"]["completion_tokens"] == 5
         assert float(headers["x-llmserve-predicted-tokens"]) > 0
         assert server.stop(signal.SIGTERM) == 0
+
+
+# ---- other projects' `bins` and `predictor` ----
+
+
+def test_another_project_that_overwrites_a_package_is_named_before_any_work(installed: Installed, tmp_path: Path):
+    python = installed.bin / "python"
+    pip(python, "install", "--no-deps", "--no-index", str(other_wheel(tmp_path, "predictor/__init__.py")))
+    try:
+        done = installed.run("llmserve", "simulate", "--requests", "100")
+        assert (done.returncode, done.stdout, done.stderr) == (
+            2,
+            "",
+            "llmserve: other-project has overwritten llmserve's predictor/__init__.py: give llmserve an environment of "
+            "its own, and install it there\n",
+        )
+        pip(python, "uninstall", "--yes", "other-project")
+        done = installed.run("llmserve", "simulate", "--requests", "100")
+        assert done.returncode == 2
+        assert done.stderr == "llmserve: llmserve's predictor/__init__.py is missing: install llmserve again\n"
+    finally:
+        pip(python, "install", "--no-deps", "--force-reinstall", str(installed.wheel))
+    assert installed.run("llmserve", "simulate", "--requests", "100").returncode == 0
+
+
+def test_another_project_that_python_finds_first_is_named_before_any_work(installed: Installed, tmp_path: Path):
+    (tmp_path / "bins").mkdir()
+    (tmp_path / "bins" / "__init__.py").touch()
+    command = [str(installed.bin / "python"), "-m", "llmserve", "simulate", "--requests", "100"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **CLEAN}, cwd=tmp_path
+    )
+    told = f"the package bins is another project's here ({tmp_path / 'bins'}): start llmserve in another folder"
+    assert (done.returncode, done.stderr) == (2, f"llmserve: {told}, or in an environment of its own\n")
+
+
+def other_wheel(folder: Path, module: str) -> Path:
+    """A wheel of another project, with one empty module."""
+    path = folder / "other_project-1.0-py3-none-any.whl"
+    about = "other_project-1.0.dist-info"
+    files = {
+        module: "",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: other-project\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return path

@@ -11,6 +11,7 @@ from missing_modules import without
 
 from llmserve.__main__ import main
 from llmserve.commands.simulate import Scenario, engines, prepare, run
+from llmserve.runtime.installation import pip_install
 from llmserve.settings.policies import SchedulingConfig
 from llmserve.simulation.figures import Story, comparison_figure, latency_figure, timeline_figure, waiting_figure
 from llmserve.simulation.report import BatchRecorder, Recorder
@@ -121,7 +122,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
 ) -> None:
     without(monkeypatch, "matplotlib")
     assert main(["simulate", "--requests", "100000000", "--plot", str(tmp_path / "folder")]) == 2
-    assert capsys.readouterr().err == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
+    assert capsys.readouterr().err == f"llmserve: --plot needs matplotlib: {pip_install('plot')}\n"
     assert not (tmp_path / "folder").exists()
 
 
