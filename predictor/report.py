@@ -31,7 +31,7 @@ from predictor.evaluate import (
     gains_of,
 )
 from predictor.prompt import Prompt
-from predictor.text import markdown
+from predictor.text import Grid, markdown
 
 PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
@@ -105,17 +105,23 @@ class Report:
         )
 
     def tables(self) -> str:
-        """Markdown."""
-        parts = [
+        """All parts as Markdown."""
+        return markdown(self.parts())
+
+    def parts(self) -> list[str | Grid]:
+        """Texts, in Markdown, and tables."""
+        parts: list[str | Grid] = [
             *[f"**{warning}**" for warning in self.warnings],
             f"{self.answers} {self.evaluated} answers, {self.capped} of them cut at their max_tokens.",
             accuracy_table(self.metrics),
             "Throughput with bins over throughput without, endless backlog, batches of B answers:",
             gains_table(self.gains, self.answers),
         ]
+        if any(self.answers < size * count for size in BATCH_SIZES for count in GAIN_BIN_COUNTS):
+            parts.append(f"{NONE}: too few answers, fewer in a bin than in a batch.")
         if self.differences:
             parts += ["Differences, with 95 % intervals (paired bootstrap):", differences_table(self.differences)]
-        return "\n\n".join([*parts, "\n".join(f"* {note}" for note in self.notes)])
+        return [*parts, "\n".join(f"* {note}" for note in self.notes)]
 
     def figures(self, folder: Path) -> list[Path]:
         """Write confusion.png, gains.png and, for a predictor of quantiles, calibration.png."""
@@ -278,8 +284,8 @@ def _sample(rows: Sequence[Row], size_max: int | None, seed: int) -> list[Row]:
 # --- tables -----------------------------------------------------------------------------------------------------
 
 
-def accuracy_table(metrics: Mapping[str, Scores]) -> str:
-    """A Markdown table. ±1 of 2 bins is always right, and left out. The last line has the paper's results.
+def accuracy_table(metrics: Mapping[str, Scores]) -> Grid:
+    """±1 of 2 bins is always right, and left out. The last line has the paper's results.
 
     A predicted distribution has two lines: bins by the median, like a point prediction, and the likeliest bin (for ±1:
     the likeliest three neighbours).
@@ -298,14 +304,14 @@ def accuracy_table(metrics: Mapping[str, Scores]) -> str:
         if scores.likely_accuracy is not None and scores.likely_near_accuracy is not None:
             likely = _shares(scores.likely_accuracy, scores.likely_near_accuracy)
             lines.append([f"{name}, likeliest bins", *[""] * len(numbers), *likely])
-    return markdown([head, *lines, PUBLISHED])
+    return [head, *lines, PUBLISHED]
 
 
 def _shares(exact: Mapping[int, float], near: Mapping[int, float]) -> list[str]:
     return [*[f"{exact[k]:.1%}" for k in BIN_COUNTS], *[f"{near[k]:.1%}" for k in BIN_COUNTS[1:]]]
 
 
-def gains_table(gains: Mapping[str, Gains], answers: int) -> str:
+def gains_table(gains: Mapping[str, Gains], answers: int) -> Grid:
     """answers : number of evaluated answers. Gains are left out where a bin has fewer answers than a batch."""
     columns = [(size, count) for size in BATCH_SIZES for count in GAIN_BIN_COUNTS]
     head = ["B × bins", *[f"{size} × {count}" for size, count in columns]]
@@ -313,15 +319,13 @@ def gains_table(gains: Mapping[str, Gains], answers: int) -> str:
         [name, *[f"{by_size[size][k]:.2f}" if answers >= size * k else NONE for size, k in columns]]
         for name, by_size in gains.items()
     ]
-    few = any(answers < size * count for size, count in columns)
-    note = f"\n\n{NONE}: too few answers, fewer in a bin than in a batch."
-    return markdown([head, *lines]) + (note if few else "")
+    return [head, *lines]
 
 
-def differences_table(differences: Mapping[str, Difference]) -> str:
+def differences_table(differences: Mapping[str, Difference]) -> Grid:
     head = [f"{PREDICTOR} - {OTHER}", "difference", "from", "to"]
     lines = [[name, f"{d.value:+.3f}", f"{d.low:+.3f}", f"{d.high:+.3f}"] for name, d in differences.items()]
-    return markdown([head, *lines])
+    return [head, *lines]
 
 
 def shareable(value: Any) -> Any:

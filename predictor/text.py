@@ -3,6 +3,9 @@
 import unicodedata
 from collections.abc import Sequence
 
+Grid = Sequence[Sequence[str]]
+"""The cells of a table, line by line; the first line is the head."""
+
 CHARACTERS_PER_TOKEN = 16
 """Characters of a long prompt per token that the model can read: more than ordinary texts have."""
 
@@ -24,7 +27,11 @@ def head_and_tail(prompt: str, characters_max: int) -> str:
     return prompt.encode("utf-8", "replace").decode()  # replaces half surrogate pairs, which JSON may carry
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first line is the head."""
-    head, *rest = lines
+def markdown(parts: Sequence[str | Grid]) -> str:
+    """Texts and tables as a page has them."""
+    return "\n\n".join(part if isinstance(part, str) else _markdown_table(part) for part in parts)
+
+
+def _markdown_table(grid: Grid) -> str:
+    head, *rest = grid
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])

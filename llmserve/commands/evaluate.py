@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 
+from llmserve.commands.tables import print_report
 from llmserve.errors import ConfigError
 from llmserve.runtime.extras import need, need_predictor
 from llmserve.simulation.prompt_rows import need_readers, predictions_by, with_bar
@@ -43,7 +45,7 @@ from predictor.options import (
     unusable,
 )
 from predictor.prequential import ANSWERS_MAX, forecast_stream, scores_by_range
-from predictor.text import markdown
+from predictor.text import Grid, markdown
 from predictor.trained import other_training, trained_split
 
 if TYPE_CHECKING:
@@ -65,13 +67,16 @@ def main(args: argparse.Namespace) -> int:
     else:
         need("train", *MODULES, why="evaluating a predictor")
     try:
-        result, text = evaluate_online(args) if args.online else evaluate(args)
+        result, parts = evaluate_online(args) if args.online else evaluate(args)
         if args.output:
             (args.output / METRICS_FILE).write_text(json.dumps(result, indent=1) + "\n")
     except (PredictorError, OSError) as error:
         print(f"{args.program}: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(result) if args.json else text)
+    if args.json or args.markdown:
+        print(json.dumps(result) if args.json else markdown(parts))
+    else:
+        print_report(parts, Console())
     return 0
 
 
@@ -127,12 +132,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compare", type=Path, metavar="FOLDER", help="another predictor, evaluated on the same answers")
     add("--output", type=Path, metavar="FOLDER", help="for metrics.json, confusion.png, calibration.png, gains.png")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    form.add_argument("--markdown", action="store_true", help="print tables for a page, with all their columns")
     add("--threads", type=positive, default=1, help="threads of the model (%(default)s)")
 
 
-def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the content of metrics.json, and the printed text."""
+def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str | Grid]]:
+    """Return the content of metrics.json, and the printed texts and tables."""
     folders = [args.predictor, *([args.compare] if args.compare else [])]
     if args.output and args.output.resolve() in [folder.resolve() for folder in folders]:
         raise PredictorError(f"{args.output / METRICS_FILE} describes the predictor's training: give another --output")
@@ -158,11 +165,11 @@ def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "bad": dict(data.bad),
     }
     names = [f"{name}: {folder.name}" for name, folder in zip(("predictor", "other"), folders, strict=False)]
-    return result, "\n\n".join([", ".join(names), *unusable(data), report.tables()])
+    return result, [", ".join(names), *unusable(data), *report.parts()]
 
 
-def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the scores of a server's learner by the number of answers seen, and the printed text."""
+def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], list[str | Grid]]:
+    """Return the scores of a server's learner by the number of answers seen, and the printed texts and table."""
     predictor = None if args.predictor is None else load_predictor(args.predictor, args.threads)
     split = None if args.part == "all" else chosen_split(args)
     data = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
@@ -187,11 +194,11 @@ def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "shuffle": args.shuffle,
         "bad": dict(data.bad),
     }
-    return result, "\n\n".join([*unusable(data), online_text(result)])
+    return result, [*unusable(data), *online_parts(result)]
 
 
-def online_text(result: dict[str, Any]) -> str:
-    """Return the scores as a Markdown table."""
+def online_parts(result: dict[str, Any]) -> list[str | Grid]:
+    """Return the scores as a table, and what to know of them."""
     head = ["answers seen", "Kendall's tau", "MAE, tokens", "within the 80 % interval"]
     lines = [
         [
@@ -208,7 +215,7 @@ def online_text(result: dict[str, Any]) -> str:
         notes.append(f"{result['without_forecast']:,} answers had no forecast, and no part in the scores.")
     if result["predictor"] is not None and result["part"] == "all":
         notes.append("The predictor may have been trained on some of these rows; --part held-out leaves them out.")
-    return "\n\n".join([markdown([head, *lines]), *notes])
+    return [[head, *lines], *notes]
 
 
 def report_on_all(predictor: Any, rows: list[Row], models: list[str] | None, options: dict[str, Any]) -> Report:

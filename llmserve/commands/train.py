@@ -21,6 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from llmserve.commands.tables import print_report
 from llmserve.errors import ConfigError
 from llmserve.runtime.extras import need
 from predictor.dataset import Rows, Splits, load_rows, split_rows
@@ -37,6 +40,7 @@ from predictor.options import (
     split_of_models,
     unusable,
 )
+from predictor.text import Grid
 from predictor.trained import check_training
 
 OPTIONS = (
@@ -68,9 +72,9 @@ def main(args: argparse.Namespace) -> int:
         return 1
     if result is None:
         return 0
-    report, tables = result
+    report, parts = result
     (args.output / METRICS_FILE).write_text(json.dumps(report, indent=1) + "\n")
-    print(tables)
+    print_report([*parts, f"To use it: llmserve serve --predictor {args.output} --engine URL"], Console())
     return 0
 
 
@@ -155,8 +159,8 @@ def odd(text: str) -> int:
 
 def train_and_evaluate(
     args: argparse.Namespace, data: Rows, splits: Splits, split: Split
-) -> tuple[dict[str, Any], str] | None:
-    """Train or average into args.output. Returns the options and the evaluation, as JSON and as tables.
+) -> tuple[dict[str, Any], list[str | Grid]] | None:
+    """Train or average into args.output. Returns the options and the evaluation, as JSON and as texts and tables.
 
     Returns None in all processes of a distributed training but the first.
     """
@@ -196,7 +200,7 @@ def train_and_evaluate(
         "rows": {"train": len(splits.train), "validation": len(splits.validation), "held_out": len(splits.held_out)},
         "bad": dict(data.bad),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "onnxruntime", "numpy")},
-    }, report.tables()
+    }, report.parts()
 
 
 def describe(data: Rows, splits: Splits) -> str:

@@ -115,7 +115,7 @@ def test_the_command_prints_the_scores_by_answers_seen(tmp_path: Path, capsys: p
     assert (result["answers"], result["capped"], result["without_forecast"]) == (120, 0, 1)
     assert main(["evaluate", "--online", "--data", str(tmp_path / "rows.jsonl")]) == 0
     text = capsys.readouterr().out
-    assert "| 100 to 120 |" in text
+    assert "│ 100 to 120 " in text
     assert "Without a trained predictor: 120 answers" in text
 
 

@@ -158,7 +158,7 @@ def test_the_command_averages_and_evaluates(
     words = ["train", "--data", str(data), "--held-out-share", "0.2", "--validation-share", "0.2"]
     words += ["--average", str(two[0]), "--average", str(two[1]), "--model", "m"]
     assert llmserve([*words, "--output", str(output)]) == 0, capsys.readouterr().err
-    assert "| predictor |" in capsys.readouterr().out
+    assert "│ predictor " in capsys.readouterr().out
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["options"] == {"average": ["short", "long"]}
     assert metrics["split"] == dataclasses.asdict(SPLIT)

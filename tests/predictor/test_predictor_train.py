@@ -96,7 +96,7 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     assert status == 0, output.err
     assert "Not usable: 1 x not JSON; the first: " in output.err
     assert "epoch 8/8: validation loss" in output.err
-    assert "| predictor |" in output.out
+    assert "│ predictor " in output.out
 
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     held_out = metrics["metrics"]
