@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
+from llmserve import __version__
 from llmserve.demo.batching import BatchQueue, Seat, seat_of
 from llmserve.demo.generation import DecodingRow, Delta, LanguageModel, PromptError
 from llmserve.demo.protocol import CompletionCall, Conversation, TokenUsage, Writer, parse_call
@@ -24,6 +25,7 @@ from llmserve.runtime.lasting import lasting
 
 log = logging.getLogger("llmserve.embedded")
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODY_BYTES_MAX = 16 << 20
 
 
@@ -239,10 +241,11 @@ def make_app(engine: EmbeddedEngine, api_key: str | None = None) -> web.Applicat
     app = web.Application(middlewares=middlewares, client_max_size=_BODY_BYTES_MAX)
     app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/openapi.json", routes.endpoints)
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{model:.+}", routes.model)
-    app.router.add_post("/v1/completions", routes.completions)
-    app.router.add_post("/v1/chat/completions", routes.chat_completions)
+    app.router.add_post(COMPLETIONS, routes.completions)
+    app.router.add_post(CHAT, routes.chat_completions)
     return app
 
 
@@ -256,6 +259,12 @@ class _Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         body = generate_latest(self._engine.metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def endpoints(self, request: web.Request) -> web.Response:
+        """The list by which a front-end knows what there is."""
+        paths: dict[str, Any] = {path: {"post": {}} for path in (COMPLETIONS, CHAT)}
+        about = {"title": "llmserve's embedded engine", "version": __version__}
+        return web.json_response({"openapi": "3.1.0", "info": about, "paths": paths})
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model()]})

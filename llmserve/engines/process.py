@@ -42,7 +42,8 @@ STOP_S = 10.0  # between SIGTERM and SIGKILL
 SUPERVISOR = (sys.executable, "-I", "-S", supervisor.__file__)
 
 PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|errno 98\b", re.IGNORECASE)
-EXCEPTION = re.compile(r"(?:^|[\s\]])(?:\w+\.)*\w*(?:Error|Exception): .")
+EXCEPTION = re.compile(r"(?:^|[\s\]])(?:\w+\.)*\w*(?:Error|Exception): .|\[Errno -?\d+\]")
+CAUSE_LINES = 4  # last lines in which a start's progress looks for an exception: what is tried again, and why
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -251,8 +252,7 @@ class EngineProcess:
                     raise EngineStartError(self._failure(self._ending()))
                 if time.monotonic() - logged_s >= PROGRESS_EVERY_S:
                     logged_s = time.monotonic()
-                    line = self._lines[-1] if self._lines else "no output yet"
-                    log.info("%s is starting (%.0f s): %s", self.name, logged_s - began_s, line[:LINE_SHOWN])
+                    log.info("%s is starting (%.0f s): %s", self.name, logged_s - began_s, self._progress())
                 await asyncio.sleep(0.05)
         finally:
             await client.close()
@@ -339,6 +339,12 @@ class EngineProcess:
         if text:
             self._lines.append(text)
             log.debug("%s: %s", self.name, text)
+
+    def _progress(self) -> str:
+        """The last line of output, after a line just before it that names an exception."""
+        *earlier, last = list(self._lines)[-CAUSE_LINES:] or ["no output yet"]
+        causes = [line for line in earlier if EXCEPTION.search(line)]
+        return "; ".join(line[:LINE_SHOWN] for line in [*causes[-1:], last])
 
     def _ending(self) -> str:
         assert self._process is not None

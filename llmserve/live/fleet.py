@@ -338,10 +338,11 @@ class Fleet:
         try:
             health = await handle.engine.probe()
         except Exception as error:  # after any error the watch must go on
-            if handle.up or str(error) != handle.trouble:
+            unreachable = isinstance(error, EngineError) and error.unreachable
+            if str(error) != handle.trouble and not (unreachable and handle.state.alive):  # else `_refused` says it
                 log.warning("%s", error)
             handle.trouble, handle.hangs = str(error), isinstance(error, EngineError) and error.late
-            if isinstance(error, EngineError) and error.unreachable:
+            if unreachable:
                 self._refused(handle)
             elif not (isinstance(error, EngineError) and error.local):
                 handle.probes_failed += 1
@@ -478,16 +479,16 @@ class Fleet:
                 self._notify(EngineClosed(handle.name, handle.state.expected))
                 self._follow_homes()
             else:
-                self._lose(handle)
+                self._lose(handle, event)
 
     def _follow_homes(self) -> None:
         """After an engine has come or gone: others serve the requests of its group no longer, or meanwhile."""
         if self._homes is not None:
             self._list_again()
 
-    def _lose(self, handle: EngineHandle) -> None:
+    def _lose(self, handle: EngineHandle, event: EngineEvent) -> None:
         handle.probes_failed = 0
-        if not handle.state.planned:
+        if not handle.state.planned and event is not EngineEvent.EMPTY:  # then `_refused` has said it
             log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
         if handle.engine.slots is not None:
             handle.engine.slots.restarted()

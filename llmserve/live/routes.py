@@ -77,11 +77,9 @@ class Routes:
 
     def missing(self, path: str, model: str) -> NotFound:
         """The error when no engine of a model has an endpoint."""
-        there = self.having(self._fleet.serving(model))
-        return NotFound(
-            f"no engine of the model {model!r} has {path}; there are {', '.join(there) or 'no endpoints'}",
-            code="endpoint_not_found",
-        )
+        there = self.having([handle for handle in self._fleet.serving(model) if handle.endpoints.told is not None])
+        listed = f"; there are {', '.join(there)}" if there else ""
+        return NotFound(f"no engine of the model {model!r} has {path}{listed}", code="endpoint_not_found")
 
     def having(self, handles: Iterable[EngineHandle]) -> list[str]:
         """The endpoints of these engines, as far as the engines list or have not refused them."""

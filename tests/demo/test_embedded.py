@@ -146,6 +146,12 @@ async def test_with_a_key_other_clients_get_nothing_below_v1(language_model):
         assert (await client.get("/v1/models", headers={"authorization": "Bearer sk-own"})).status == 200
 
 
+async def test_it_lists_the_endpoints_that_it_has(server: Server):
+    async with server.session.get(f"{server.url}/openapi.json") as response:
+        listed = await response.json()
+    assert [*listed["paths"]] == ["/v1/completions", "/v1/chat/completions"]
+
+
 async def test_health_models_and_metrics_are_served(server: Server):
     async with server.session.get(server.url + "/health") as response:
         assert response.status == 200

@@ -164,6 +164,18 @@ async def test_a_slow_start_logs_the_last_output_from_time_to_time(
     assert "vllm-0 is starting (0 s): weights: 20%" in [record.getMessage() for record in caplog.records]
 
 
+async def test_a_start_that_tries_again_logs_why(
+    started: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines are those of huggingface_hub without a network."""
+    monkeypatch.setattr(engine_process, "PROGRESS_EVERY_S", 0.2)
+    caplog.set_level(logging.INFO, "llmserve")
+    why, again = "'[Errno -3] no name resolution' thrown while requesting HEAD URL", "Retrying in 8s [Retry 4/5]."
+    slow = f"import time; print({why!r}, {again!r}, sep='\\n', flush=True); time.sleep(1)\n"
+    await started(engine(slow + SERVER))
+    assert f"vllm-0 is starting (0 s): {why}; {again}" in [record.getMessage() for record in caplog.records]
+
+
 async def test_a_port_taken_by_another_process_is_replaced(started: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

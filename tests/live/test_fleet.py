@@ -169,6 +169,20 @@ async def test_an_engine_that_refuses_connections_may_finish_its_streams(start_f
         assert await asyncio.gather(*streams) == ["done", "done"]
 
 
+async def test_the_death_of_an_idle_engine_is_one_warning(
+    start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeEngine() as other:
+        async with FakeEngine() as dying:
+            front = await start_front(other, dying)
+            name = name_of(dying.url)
+        await until(lambda: state(front, name) == "down")
+        handle = front.cluster.fleet.handles[name]
+        await until(lambda: not handle.state.alive)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING" and name in record.message]
+    assert told == [f"engine {name} takes no connections; 0 requests run on it"]
+
+
 # ---- operators ----
 
 
