@@ -21,6 +21,7 @@ from llmserve.discovery import kubernetes
 from llmserve.observe.table import TABLE
 from llmserve.settings.load import sections
 from llmserve.settings.tree import Config, EngineConfig
+from llmserve.tenants.key_file import read_key_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -86,7 +87,7 @@ def test_the_files_that_the_image_copies_exist_and_are_not_ignored():
 def test_images_may_be_named_by_their_digests():
     """A digest cannot be looked up without a registry, so the tags are defaults that a build argument replaces."""
     assert instructions("FROM") == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
-    (default,) = instructions("ARG")
+    default = instructions("ARG")[0]
     services = compose()["services"]
     assert services["llmserve"]["build"]["args"] == {"PYTHON_IMAGE": f"${{{default.replace('=', ':-')}}}"}
     assert services["vllm"]["image"].startswith("${VLLM_IMAGE:-")
@@ -95,7 +96,8 @@ def test_images_may_be_named_by_their_digests():
 def test_the_image_installs_only_packages_whose_hashes_it_compares():
     commands = [part for line in instructions("RUN") for part in line.split(" && ") if "pip install" in part]
     assert ["--no-deps" in command for command in commands] == [True, True]
-    assert "--require-hashes --no-deps -r requirements/image.lock" in commands[0]
+    assert "--require-hashes --no-deps -r requirements/${LOCK}.lock" in commands[0]
+    assert instructions("ARG")[1:] == ["LOCK=image"]
 
 
 def test_the_command_for_the_file_of_keys_makes_a_private_file(tmp_path: Path):
@@ -141,9 +143,23 @@ def test_compose_starts_the_front_end_before_the_engine():
 def test_the_unit_starts_a_command_that_the_server_accepts():
     program, command, *words = shlex.split(unit()["ExecStart"])
     assert (Path(program).name, command) == ("llmserve", "serve")
-    assert parsed(words).server.api_key_file == "%d/keys"
+    assert parsed(words).server.api_key_file == "/etc/llmserve/keys.toml"
     assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
     assert parsed(words).server.state == f"%S/{unit()['StateDirectory']}", "the unit's user may write here"
+
+
+def test_the_units_header_makes_the_keys_that_the_server_reads_again_on_reload(tmp_path: Path):
+    """systemd's credentials are copies made at the start: a reload would not see a new key."""
+    text = (DEPLOY / "llmserve.service").read_text()
+    commands = [line.split("    #")[0] for line in re.findall(r"^#   (.*keys\.toml.*)$", text, re.MULTILINE)]
+    program = f"{shlex.quote(sys.executable)} -m llmserve"
+    for command in commands:
+        here = command.replace("/etc/llmserve", str(tmp_path)).replace("/opt/llmserve/bin/llmserve", program)
+        subprocess.run(re.sub(r"^chgrp llmserve \S+ && ", "", here), shell=True, check=True, timeout=60)
+    assert list(read_key_file(tmp_path / "keys.toml").keys) == ["me"]
+    assert (tmp_path / "keys.toml").stat().st_mode & 0o777 == 0o640
+    assert "LoadCredential" not in unit()
+    assert unit()["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
 def test_the_units_settings_are_settings_and_its_stop_leaves_time_to_drain():

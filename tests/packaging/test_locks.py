@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ["server", "image", "embedded", "test", "torch", "torch-cpu", "vllm", "docs"]
+LOCKS = ["server", "image", "embedded", "test", "torch", "torch-cpu", "vllm", "docs", "chart"]
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
@@ -57,6 +57,7 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
         ("server", ""),
         ("image", "jobs"),
         ("image", "predictor"),
+        ("image", "auth"),
         ("image", "timed"),
         ("embedded", "embedded"),
         ("test", "test"),

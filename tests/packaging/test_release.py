@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -46,6 +47,23 @@ def test_the_version_is_the_same_everywhere_and_the_notes_have_it(clone: Path) -
     assert re.search(r"^## \[Unreleased\]\n\n## \[7\.8\.9\] - \d{4}-\d\d-\d\d\n\n### Added$", changelog, re.MULTILINE)
     tagged = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=clone, capture_output=True, text=True)
     assert tagged.stdout == "v7.8.9\n"
+
+
+def test_twine_finds_nothing_to_warn_of(clone: Path) -> None:
+    """The script has asked it already; here a package without a description shows that it looks."""
+    dist = clone / "dist"
+    assert twine("check", "--strict", str(dist / "llmserve-7.8.9-py3-none-any.whl")).returncode == 0
+    assert twine("check", "--strict", str(dist / "llmserve-7.8.9.tar.gz")).returncode == 0
+    with tarfile.open(dist.parent / "bare-1.0.tar.gz", "w:gz") as sdist:
+        text = b"Metadata-Version: 2.1\nName: bare\nVersion: 1.0\n"
+        entry = tarfile.TarInfo("bare-1.0/PKG-INFO")
+        entry.size = len(text)
+        sdist.addfile(entry, io.BytesIO(text))
+    assert twine("check", "--strict", str(dist.parent / "bare-1.0.tar.gz")).returncode == 1
+
+
+def twine(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "twine", *words], capture_output=True, text=True, timeout=120)
 
 
 def test_the_files_are_complete_and_their_sums_are_right(clone: Path) -> None:
