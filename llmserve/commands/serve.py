@@ -235,7 +235,10 @@ async def run(
             gc.collect()
             gc.set_threshold(*COLLECTED_AFTER)
             gc.freeze()  # loaded modules live forever: a full collection that scans these objects stalls every stream
-            _print_address(cluster, url, with_key=config.server.api_key_file is not None)
+            if relays is None or not relays.predecessors:
+                _print_address(cluster, url, with_key=config.server.api_key_file is not None)
+            else:
+                log.info("the scheduler process is ready again")
             await stop.wait()
             await _drain(cluster, config.server.drain_s, stop_now)
     return 0

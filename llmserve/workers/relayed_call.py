@@ -9,7 +9,7 @@ import msgspec
 from llmserve.calls.client_request import ClientExchange
 from llmserve.calls.in_flight import InFlightCall, Trace
 from llmserve.engines.engine import EngineError
-from llmserve.errors import RequestError
+from llmserve.errors import EngineFailed, RequestError
 from llmserve.gateway.aliases import with_model
 from llmserve.gateway.completions import BeginTrace, ClientAnswer
 from llmserve.gateway.draft import Draft
@@ -139,6 +139,8 @@ class RelayedCall:
             line.tell(self._goes_on(self.started, waited_s, now_s))
         elif not self._is_known:
             self.arrive()
+        elif not over and in_flight.delivery.answered:  # its engine was lost, and nobody has told the client
+            in_flight.fail(EngineFailed("the engine failed this request"))
         elif not over:
             self.attempt, self.started, self.end = 0, None, None
             line.tell(msgspec.structs.replace(self._arrived, waited_s=waited_s))
