@@ -16,6 +16,8 @@ SPENT = TAIL / 2  # part of the requests that may wait until last; the other hal
 LONG_LEAST = 2.0  # of the mean: what shorter requests take is too little to be worth their wait
 PART = 0.5  # of the room up to the tail that a delay may use; the rest is for the work that is yet to come
 MARGIN = 0.1  # of the tail, which a delay may always use: the 99th percentile may be 1.1 of first come, first served's
+SLOPE_MOST = 2.0
+SLOPE_SURE, SHARE_SURE = 2.0, 64.0  # the slope 1 beforehand, as a sum of squares of x; the share 1, as answers
 EDGES_PER_E = 10.0  # edges of a histogram for a factor of e
 LOG_LEAST, LOG_MOST = -14.0, 21.0  # logarithms of the first and the last edge: a microsecond, forty years
 
@@ -24,13 +26,16 @@ class Calibration:
     """The mean lengths of answers, by forecast: forecasts may be too long or too short, and too extreme.
 
     Answers' log lengths y are regressed on their log forecasts x, by least squares: errors that are independent of the
-    length make forecasts extreme, and the slope is then below 1. A factor gives the corrected forecasts the mean of the
-    answers.
+    length make forecasts extreme, and the slope is then below 1. Forecasts of a learner that has seen few answers are
+    close together, and the slope is above 1. A factor gives the corrected forecasts the mean of the answers.
 
     Ranks can be right for nearly all answers, and the few longest, which take much of the time, still be forecast as
     short. So the forecasts are judged by tokens, too: by how much longer the answers were that were forecast above the
     mean than those below it, over the difference that was forecast. All forecasts are drawn to the mean by this share,
     at most 1; at 0 they say nothing.
+
+    Beforehand the forecasts are right: slope and share are 1, as if that had been seen of some answers. While forecasts
+    are learnt, the early ones say little of the present ones, so the later an answer, the more it counts.
 
     memory : answers after which an observation's weight has fallen to a third.
     """
@@ -38,7 +43,7 @@ class Calibration:
     def __init__(self, memory: int = 1024) -> None:
         # Of x, y, the answer's length, the regression for it at the time, whether this was above the mean, and the last
         # three multiplied by that.
-        self._moments = Moments(memory)
+        self._moments = Moments(memory, youth=2.0)
         self._slope, self._scale, self._factor = 1.0, 1.0, 1.0
         self._mean, self._share = math.inf, 1.0
 
@@ -61,12 +66,14 @@ class Calibration:
             return False
         mean_x, mean_y, lengths, fitted, above, lengths_above, fitted_above = moments.means
         xx, xy = moments.products[0][:2]
-        self._slope = min(1.0, max(0.0, xy / xx)) if xx > SPREAD_LEAST * moments.count else 1.0
+        self._slope = min(SLOPE_MOST, max(0.0, (xy + SLOPE_SURE) / (xx + SLOPE_SURE)))
         self._scale, self._factor, self._mean = math.exp(mean_y - self._slope * mean_x), lengths / fitted, lengths
         # Differences of the means above and below, both multiplied by above (1 - above).
         forecasted = self._factor * (fitted_above - above * fitted)
         came = lengths_above - above * lengths
-        self._share = min(1.0, max(0.0, came / forecasted)) if forecasted > SPREAD_LEAST * lengths else 1.0
+        seen, sure = moments.count * came, SHARE_SURE * forecasted
+        share = (seen + sure) / (moments.count * forecasted + sure) if forecasted > SPREAD_LEAST * lengths else 1.0
+        self._share = min(1.0, max(0.0, share))
         return first
 
 

@@ -15,13 +15,16 @@ class Moments:
 
     FIT_EVERY answers are added at once; single additions would cost most of the time spent on an answer.
     memory : answers after which an observation's weight has fallen to a third.
+    youth : while fewer answers than that have come, the weight of the k-th is proportional to k ** youth. 0: all count
+    alike
 
     count     weight of all added answers
     means     of each quantity
     products  (quantities, quantities) sums of the products of the differences from the means
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, youth: float = 0.0) -> None:
+        self._memory, self._youth, self._seen = memory, youth, 0
         self._weights = (1.0 - 1.0 / memory) ** np.arange(FIT_EVERY, -1.0, -1.0)  # of the sums, then of each answer
         self._new: list[tuple[float, ...]] = []
         self._sums = np.zeros(1)  # (1 + quantities, 1 + quantities) products; the first quantity is one
@@ -35,7 +38,11 @@ class Moments:
         if len(self._new) < FIT_EVERY:
             return False
         rows, self._new = np.array(self._new), []
-        sums = self._sums = self._weights[0] * self._sums + (self._weights[1:] * rows.T) @ rows
+        self._seen += FIT_EVERY
+        weights = self._weights
+        if self._seen < self._youth * self._memory:  # later, a weight falls no faster than the memory says
+            weights = (np.arange(self._seen - FIT_EVERY, self._seen + 1) / self._seen) ** self._youth
+        sums = self._sums = weights[0] * self._sums + (weights[1:] * rows.T) @ rows
         means = sums[0, 1:] / sums[0, 0]
         self.count, self.means = float(sums[0, 0]), means.tolist()
         self.products = (sums[1:, 1:] - sums[0, 0] * means[:, None] * means).tolist()

@@ -439,6 +439,26 @@ def test_forecasts_that_are_too_long_or_too_extreme_are_corrected(error: float, 
         assert corrected[some].mean() == pytest.approx(lengths[some].mean(), rel=0.15)
 
 
+def test_forecasts_that_are_too_close_together_are_corrected() -> None:
+    """As those of a learner that has seen few answers."""
+    lengths = np.random.default_rng(4).lognormal(5.0, 1.2, 3_000)
+    calibration = Calibration()
+    for tokens in lengths:
+        calibration.observe(math.exp(5.0 + (math.log(tokens) - 5.0) / 1.5), tokens)
+    for tokens in (20.0, 150.0, 1_000.0):
+        assert calibration.tokens(math.exp(5.0 + (math.log(tokens) - 5.0) / 1.5)) == pytest.approx(tokens, rel=0.1)
+
+
+def test_what_the_first_forecasts_did_not_know_counts_little_soon() -> None:
+    rng = np.random.default_rng(4)
+    calibration = Calibration()
+    for tokens in rng.lognormal(5.0, 1.0, 32):
+        calibration.observe(rng.lognormal(5.0, 1.0), tokens)
+    for tokens in rng.lognormal(5.0, 1.0, 32):
+        calibration.observe(tokens, tokens)
+    assert calibration.tokens(1_000.0) > 6 * calibration.tokens(100.0)
+
+
 def test_before_enough_answers_a_forecast_stands_for_itself() -> None:
     calibration = Calibration()
     for tokens in (10.0, 20.0, 30.0):
