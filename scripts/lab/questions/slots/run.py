@@ -5,10 +5,14 @@
 The scheduler and the learner are those of the server (questions/slots/engine.py has the engine). All requests are there
 at the beginning. With known slots the look-ahead is 2. Both are measured from the 100th answer until only as many are
 left as the engine has slots; restarts and what they cost included. The learner was made with seeds from 1000 to 2999.
+
+Of whole answers nothing shows that more requests run at once than were sent. So for engines that answer whole a third
+front-end shows what the best search by doubling could have: one that knows where to stop (`Doubling`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -57,6 +61,33 @@ def main() -> None:
     print(markdown(*table(results["kinds"])))
 
 
+class Doubling(SlotsLearner):
+    """Doubles the number with the first answer to a request that was sent at it, and knows where to stop."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.look_ahead = KNOWN_AHEAD
+        self._most, self._after = world.slots, world.slots_after
+        self._number_at: dict[int, int] = {}  # by request, when it was sent
+        self.slots = min(self._most, self.slots)
+
+    def sent(self, request_id: int, now_s: float, sequences: int = 1, *, loads: bool = False) -> None:
+        self._number_at[request_id] = self.slots
+
+    def began(self, request_id: int, now_s: float) -> None:
+        pass
+
+    def ended(self, request_id: int, now_s: float, tokens: float) -> None:
+        if self._number_at.pop(request_id) == self.slots:
+            self.slots = min(self._most, 2 * self.slots)
+
+    def restarted(self) -> None:
+        assert self._after is not None, "only then"
+        self._most = self._after
+        self.slots = min(self._most, max(2, math.isqrt(self.slots)))
+        self._number_at.clear()
+
+
 def compare(seed: int) -> dict[str, Any]:
     """One engine, with its slots known and learnt."""
     world = drawn(seed)
@@ -67,6 +98,9 @@ def compare(seed: int) -> dict[str, Any]:
         soon.append((world.slots_after, numbers[restarted + SOON - 1]))
     rate, excess = measured(learnt)
     known_rate, known_excess = measured(known)
+    doubled = {}
+    if world.streams == KINDS["whole answers"]:
+        doubled = {"doubled": measured(simulated(world, seed, Doubling(world)))[0] / known_rate}
     return {
         "seed": seed,
         "slots": world.slots,
@@ -76,6 +110,7 @@ def compare(seed: int) -> dict[str, Any]:
         "excess": excess,
         "known_excess": known_excess,
         "soon": [(slots, number) for slots, number in soon if slots in FEW],
+        **doubled,
     }
 
 
@@ -109,6 +144,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     throughput, excess = (np.array([row[name] for row in rows]) for name in ("throughput", "excess"))
     soon = [pair for row in rows for pair in row["soon"]]
+    doubled = [row["doubled"] for row in rows if "doubled" in row]
     return {
         "engines": len(rows),
         "throughput_mean": float(throughput.mean()),
@@ -119,11 +155,14 @@ def of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "excess_kept": float(np.mean(excess <= EXCESS_MOST)),
         "soon_count": len(soon),
         "soon_right": float(np.mean([slots == number for slots, number in soon])) if soon else 1.0,
+        **(
+            {"doubled_kept": float(np.mean(np.array(doubled) >= THROUGHPUT_LEAST))} if len(doubled) == len(rows) else {}
+        ),
     }
 
 
 def table(kinds: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
-    head = ["answers", "engines", "throughput: mean", "1 % have less than", "0.98 or more"]
+    head = ["answers", "engines", "throughput: mean", "1 % have less than", "0.98 or more", "by the best doubling"]
     head += ["waiting over slots: mean", "5 % have more than", "0.1 or less", "1, 4 or 8 slots right after 20 answers"]
     rows = [
         [
@@ -132,6 +171,7 @@ def table(kinds: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]
             f"{values['throughput_mean']:.3f}",
             f"{values['throughput_p1']:.3f}",
             f"{values['throughput_kept']:.1%}",
+            f"{values['doubled_kept']:.1%}" if "doubled_kept" in values else "",
             f"{values['excess_mean']:.3f}",
             f"{values['excess_p95']:.2f}",
             f"{values['excess_kept']:.1%}",

@@ -19,7 +19,7 @@ from typing import Any
 from kit.arguments import numbers, parser_of, whole
 from kit.client import get_text
 from kit.progress import log
-from kit.results import day_and_machine, write_json
+from kit.results import day_and_machine, read_parts, write_json
 from kit.rows import Row, select
 from kit.servers import front_end, vllm
 from kit.studies import add_report, measure_or_report
@@ -62,7 +62,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 rows.append(Row(dict(zip(CASE, (slots, answers, number), strict=True)), counts))
                 log(f"{slots} slots, {answers}, {number + 1}/{args.rounds}: {counts}")
     setting = {**day_and_machine(), "vllm": version, "rounds": args.rounds, "seed": args.seed}
-    results = {**setting, "rows": [row.record for row in rows]}
+    earlier = [Row.of_record(record, CASE) for record in read_parts(args.output).get("rows", ())]
+    rows += [row for row in earlier if row["slots"] not in args.slots]
+    results = {**setting, "rows": [row.record for row in sorted(rows, key=lambda row: row["slots"])]}
     write_json(args.output, results)
     return results
 
@@ -86,5 +88,5 @@ def main() -> None:
     add("--slots", type=numbers, default=(4, 8, 16), help="numbers of slots (default: 4,8,16)")
     add("--rounds", type=whole(1), default=3)
     add("--seed", type=int, default=2031, help="draws the prompts")
-    add_report(parser)
+    add_report(parser, "write the results as JSON; other numbers of slots stay")
     measure_or_report(parser, parser.parse_args(), measure, print_report, "vllm_python")
