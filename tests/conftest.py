@@ -21,6 +21,7 @@ import aiohttp
 import hypothesis
 import pytest
 from front import Front, StartFront, until
+from relays_here import serving_with_relays
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.server.serving import serving
@@ -89,8 +90,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{cpu_s:.0f} CPU-seconds (user and system) in all processes of this run")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--relays", type=int, default=0, help="run the servers of start_front with so many relays")
+
+
 @pytest.fixture
-async def start_front() -> AsyncIterator[StartFront]:
+def relays(request: pytest.FixtureRequest) -> int:
+    """Relays of the servers that start_front starts; 0: the server itself has the connections."""
+    return int(request.config.getoption("--relays"))
+
+
+@pytest.fixture
+async def start_front(relays: int) -> AsyncIterator[StartFront]:
     """`await start_front(engine, ..., scheduling={...}, config={...})` starts a server; the test's end stops it."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
@@ -117,7 +128,8 @@ async def start_front() -> AsyncIterator[StartFront]:
                     **sections,
                 }
             )
-            cluster, url = await stack.enter_async_context(serving(config))
+            server = serving_with_relays(config, relays) if relays else serving(config)
+            cluster, url = await stack.enter_async_context(server)
             front = Front(cluster, url, session)
             if wait:
                 await until(lambda: all(cluster.engines_ready.values()))

@@ -11,7 +11,7 @@ import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 from dialects.stand_in import BUSY, ERROR_BETWEEN, ERROR_FIRST, GONE, WELL, DialectEngine
 from dialects.table import DIALECTS, MODEL, OUTPUT_TOKENS, TEXT, Dialect
-from front import Front, StartFront, until
+from front import Front, StartFront, through_relays_too, until
 
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.settings.tree import EngineConfig, LiveConfig, ServerConfig
@@ -46,6 +46,7 @@ async def test_an_engine_is_ready_by_its_own_probes(dialect: Dialect, start_fron
         assert MODEL in listed
 
 
+@through_relays_too
 @each_dialect
 async def test_a_whole_answer_passes_byte_for_byte(dialect: Dialect, start_front: StartFront) -> None:
     async with DialectEngine(dialect) as engine:
@@ -55,6 +56,7 @@ async def test_a_whole_answer_passes_byte_for_byte(dialect: Dialect, start_front
         assert (end.outcome, end.output_tokens) == ("completed", OUTPUT_TOKENS)
 
 
+@through_relays_too
 @each_dialect
 @pytest.mark.parametrize("usage", [True, False], ids=["with usage", "without usage"])
 async def test_a_stream_passes_byte_for_byte(dialect: Dialect, usage: bool, start_front: StartFront) -> None:
@@ -113,6 +115,7 @@ async def all_answered(front: Front, count: int, expected: Sequence[bytes]) -> N
         assert body in expected
 
 
+@through_relays_too
 @each_dialect
 @pytest.mark.parametrize("fault", [ERROR_FIRST, BUSY, GONE])
 async def test_what_one_replica_does_not_do_another_does(dialect: Dialect, fault: str, start_front: StartFront) -> None:
@@ -137,6 +140,7 @@ async def test_an_error_as_the_whole_stream_is_no_completed_answer(dialect: Dial
         assert {(end.outcome, end.fault) for end in told} == {("failed", True)}
 
 
+@through_relays_too
 @each_dialect
 async def test_an_error_in_mid_stream_ends_the_answer_and_teaches_nothing(
     dialect: Dialect, start_front: StartFront
@@ -154,6 +158,7 @@ async def test_an_error_in_mid_stream_ends_the_answer_and_teaches_nothing(
         assert len(bad.requests) + len(other.requests) == 1
 
 
+@through_relays_too
 @each_dialect
 async def test_a_refusal_by_all_is_passed_on(dialect: Dialect, start_front: StartFront) -> None:
     async with DialectEngine(dialect, BUSY) as first, DialectEngine(dialect, BUSY) as second:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from front import Front, StartFront
+from front import Front, StartFront, through_relays_too
 from gateway.agent_turns import Turn
 from gateway.claude_conversation import CLAUDE
 from gateway.codex_conversation import CODEX, QUESTION
@@ -51,6 +51,7 @@ async def playing(turns: list[Turn]) -> AsyncIterator[tuple[str, list[tuple[str,
         yield str(server.make_url("")), got
 
 
+@through_relays_too
 @pytest.mark.parametrize("turns", [CODEX, CLAUDE], ids=["codex", "claude"])
 async def test_a_conversation_with_tools_passes_unchanged(start_front: StartFront, turns: list[Turn]) -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "interleaved-thinking-2025-05-14"}
@@ -103,6 +104,7 @@ def test_what_tools_are_asked_and_say_is_history(path: str, data: bytes, said: l
         assert shorter.prompt.history_characters == whole - len(text), text
 
 
+@through_relays_too
 @pytest.mark.parametrize("turn", [CODEX[0], CLAUDE[1]], ids=["codex", "claude"])
 async def test_a_stream_without_its_end_is_an_error(start_front: StartFront, turn: Turn) -> None:
     begun = b"\n\n".join(turn.answered.split(b"\n\n")[:-2]) + b"\n\n"

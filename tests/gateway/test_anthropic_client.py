@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from front import Front, StartFront
+from front import Front, StartFront, through_relays_too
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.settings.tree import ServerConfig
@@ -20,6 +20,7 @@ def claude(front: Front, key: str = "none") -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=front.url, api_key=key, max_retries=0)
 
 
+@through_relays_too
 async def test_the_anthropic_client_creates_streams_and_counts(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -37,6 +38,7 @@ async def test_the_anthropic_client_creates_streams_and_counts(start_front: Star
     assert count.input_tokens > 0
 
 
+@through_relays_too
 async def test_anthropics_errors_raise_the_clients_exceptions(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -50,6 +52,7 @@ async def test_anthropics_errors_raise_the_clients_exceptions(start_front: Start
     }
 
 
+@through_relays_too
 async def test_a_key_may_come_as_anthropic_sends_it(start_front: StartFront, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice: sk-alice\n")

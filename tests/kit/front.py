@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import pytest
 
 from llmserve.live.cluster import LiveCluster
 
@@ -26,6 +27,9 @@ class Front:
 
 
 StartFront = Callable[..., Awaitable[Front]]
+
+through_relays_too = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "relays"])
+"""A test whose servers are run both ways: see the fixture `relays`."""
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
