@@ -343,15 +343,37 @@ def state(scrape: Scrape) -> Iterator[Finding]:
         )
 
 
-def process(scrape: Scrape, seconds: float) -> Iterator[Finding]:
-    cpu = scrape.sum("process_cpu_seconds_total") / seconds if seconds > 0 else 0.0
-    if cpu > CPU_MAX:
+def cores(scrape: Scrape, seconds: float) -> Iterator[Finding]:
+    """Where a core is full: of the one process, of the scheduler process, of the relays."""
+    if seconds <= 0:
+        return
+    cpu, relays = scrape.sum("process_cpu_seconds_total") / seconds, scrape.sum("llmserve_relays")
+    if cpu > CPU_MAX and relays:
+        yield Finding(
+            "slow",
+            "scheduler_busy",
+            f"The scheduler process uses {cpu:.0%} of a core.",
+            "Start a second server with engines of its own (--plan and --group, or a part of the --engine).",
+        )
+    elif cpu > CPU_MAX:
         yield Finding(
             "slow",
             "front_end_busy",
             f"The front-end uses {cpu:.0%} of a core, and it is one process.",
-            "Start a second server with engines of its own (--plan and --group, or a part of the --engine).",
+            "Let several processes hold the connections: --workers.",
         )
+    of_each = scrape.sum("llmserve_relay_cpu_seconds_total") / seconds / relays if relays else 0.0
+    if of_each > CPU_MAX:
+        yield Finding(
+            "slow",
+            "relays_busy",
+            f"{relays:.0f} relays use {of_each:.0%} of a core each.",
+            "Start more of them (--workers), where the machine has the cores.",
+        )
+
+
+def process(scrape: Scrape, seconds: float) -> Iterator[Finding]:
+    yield from cores(scrape, seconds)
     files, most = scrape.sum("process_open_fds"), scrape.sum("process_max_fds")
     if most and files > FILES_MAX * most:
         yield Finding(

@@ -18,7 +18,7 @@ from llmserve.live.journal import Step
 from llmserve.observe import table
 from llmserve.observe.counters import Families, lines_of
 from llmserve.observe.energy import EnergyMeter, meter_of_all
-from llmserve.observe.readings import Connections, EnergyReading, Jobs, Plans, SchedulerReading
+from llmserve.observe.readings import Connections, EnergyReading, Jobs, Plans, Relays, SchedulerReading
 from llmserve.observe.request_counts import RequestCounts
 from llmserve.observe.table import Read
 from llmserve.scheduling.messages import (
@@ -86,6 +86,9 @@ class Metrics:
 
     def follow_server(self, server: Connections) -> None:
         self._read.append(partial(self._section, table.CONNECTIONS, server))
+
+    def follow_relays(self, relays: Relays) -> None:
+        self._read.append(partial(self._section, table.RELAYS, relays))
 
     def follow_jobs(self, jobs: Jobs) -> None:
         self._read.append(partial(self._section, table.JOBS, jobs))

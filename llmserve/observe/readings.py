@@ -217,6 +217,16 @@ class Connections(Protocol):
     def buffered_bytes(self) -> int: ...
 
 
+class Relays(Protocol):
+    """The relays of a server (workers/desk.py). cpu_s : processor time of all that have been there"""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def cpu_s(self) -> float: ...
+
+
 class Jobs(Protocol):
     """The batch jobs of a server.
 

@@ -21,6 +21,7 @@ from llmserve.observe.readings import (
     EnergyReading,
     Jobs,
     Plans,
+    Relays,
     SchedulerReading,
     counts,
     one,
@@ -468,6 +469,15 @@ CONNECTIONS: tuple[Read[Connections], ...] = (
         kind="counter",
     ),
 )
+RELAYS: tuple[Read[Relays], ...] = (
+    _read("relays", "Relays that are connected", lambda relays: one(relays.count)),
+    _read(
+        "relay_cpu_seconds",
+        "Processor time of all relays, user and system",
+        lambda relays: one(relays.cpu_s),
+        kind="counter",
+    ),
+)
 JOBS: tuple[Read[Jobs], ...] = (
     _read(
         "job_lines",
@@ -484,5 +494,5 @@ JOBS: tuple[Read[Jobs], ...] = (
     ),
 )
 
-READ: tuple[Read[Any], ...] = (*SCHEDULER, *STATE, *ENERGY, *PLANS, *ORDER, *BUILD, *CONNECTIONS, *JOBS)
+READ: tuple[Read[Any], ...] = (*SCHEDULER, *STATE, *ENERGY, *PLANS, *ORDER, *BUILD, *CONNECTIONS, *RELAYS, *JOBS)
 TABLE: tuple[Metric, ...] = (*COUNTED, *[read.metric for read in READ])

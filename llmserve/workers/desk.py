@@ -60,6 +60,7 @@ class RemoteRelay:
         self.link = Link(messages.FromRelay, self._opened, self._take, self._lost)
         self.name = ""
         self.counts = Counts()
+        self._cpu_s = 0.0  # of the relay's process, as far as the desk's sum has it
         self._desk, self._cluster = desk, desk.cluster
         self._calls: dict[int, RemoteCall] = {}
         self._homeless: dict[int, messages.GoesOn] = {}  # on engines that are not known yet
@@ -265,6 +266,8 @@ class RemoteRelay:
                 cast(OpenAIEngine, handle.engine).heard(heard_s)
         self.counts.connections, self.counts.buffered_bytes = range(told.connections), told.buffered_bytes
         self.counts.cut = Counter(told.cut)
+        self._desk.cpu_s += told.cpu_s - self._cpu_s
+        self._cpu_s = told.cpu_s
         for code, number in told.refused.items():
             self._desk.metrics.refused(code, number)
 
@@ -304,6 +307,7 @@ class Desk:
     """All relays of the scheduler process. count : that there are, once all have started
 
     relays  those whose link is open
+    cpu_s   processor time of all relays that have been there
     """
 
     def __init__(
@@ -317,6 +321,7 @@ class Desk:
     ) -> None:
         self.cluster, self.metrics, self.key_limits = cluster, metrics, key_limits
         self.relays: set[RemoteRelay] = set()
+        self.cpu_s = 0.0
         self._admissions = admissions
         self._while_serving = while_serving(cluster)
         self._held: dict[tuple[RemoteRelay, int], messages.Arrived] | None = None  # None: nothing is held back
@@ -413,6 +418,10 @@ class Desk:
     @property
     def connections(self) -> range:
         return range(sum([len(relay.counts.connections) for relay in self.relays]))
+
+    @property
+    def count(self) -> int:
+        return len(self.relays)
 
     @property
     def buffered_bytes(self) -> int:

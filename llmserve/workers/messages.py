@@ -251,7 +251,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
 
     running  answers of engines.  heard : the last byte of each engine, by name
     refused  requests that were refused since the last time, by code
-    connections, buffered_bytes, cut  of the relay's server
+    connections, buffered_bytes, cut  of the relay's server.  cpu_s : processor time of the relay's process so far
     """
 
     running: tuple[Seen, ...]
@@ -260,6 +260,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     connections: int
     buffered_bytes: int
     cut: dict[str, int]
+    cpu_s: float
 
 
 # ---- the scheduler process tells --------------------------------------------------------------------------------

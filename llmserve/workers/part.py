@@ -37,6 +37,7 @@ class Relays(Part):
         desk = server.add(Desk(cluster, server.get(Admissions), limits, ledger, metrics, behind.relays))
         cluster.on_drain.append(desk.drain)
         metrics.follow_server(desk)
+        metrics.follow_relays(desk)
         cluster.calls.number_after(behind.predecessors * IDS_EACH)
         async with desk.listening(str(behind.messages)):
             if behind.predecessors:  # before any engine may start a request: the slots that are in use are known then

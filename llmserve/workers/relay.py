@@ -180,4 +180,4 @@ class Relay(Intake):
         self.refused.clear()
         running = tuple([call.seen() for call in self._calls.values() if call.runs])
         connections = len(server.connections), server.buffered_bytes, dict(server.cut)
-        self.line.tell(messages.Progress(running, self._engines.heard(), refused, *connections))
+        self.line.tell(messages.Progress(running, self._engines.heard(), refused, *connections, time.process_time()))

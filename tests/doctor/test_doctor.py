@@ -83,6 +83,8 @@ def test_a_healthy_server_has_no_finding() -> None:
         ('llmserve_program_returns_total{kept="late"} 80', "note", "programs_return_late"),
         ("llmserve_state_failures_total 1", "wrong", "state_not_saved"),
         ("process_cpu_seconds_total 90", "slow", "front_end_busy"),
+        ("llmserve_relays 2\nprocess_cpu_seconds_total 90", "slow", "scheduler_busy"),
+        ("llmserve_relays 2\nllmserve_relay_cpu_seconds_total 180", "slow", "relays_busy"),
         ("process_open_fds 900", "wrong", "files_run_out"),
     ],
 )

@@ -33,6 +33,7 @@ def text_of_everything() -> str:
     saver: Any = SimpleNamespace(last=SimpleNamespace(at_s=1.0, seconds=0.1, size=10), failures=0)
     metrics = Metrics(cluster, 8, [ModelledEnergy({"": profile})], saver=saver, families=families)
     metrics.follow_server(SimpleNamespace(connections=set(), cut=Counter(), buffered_bytes=0))
+    metrics.follow_relays(SimpleNamespace(count=2, cpu_s=0.5))
     metrics.follow_jobs(SimpleNamespace(lines_waiting=0, lines_in_flight=0, lines_ended={}))
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)
     solver = DispatchSolver(profile, scheduling.full_batch, Objective(0.0, 1.0, None), barrier=True, merges=True)

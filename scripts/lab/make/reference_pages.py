@@ -78,7 +78,8 @@ def metrics_page() -> str:
         "`GET /metrics` returns these metrics in Prometheus's text format. Counters end in `_total`; a histogram has "
         "`_bucket`, `_sum` and `_count`. With several models, metrics of bins also have the label `model`. Metrics of "
         "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans, "
-        "metrics of the state with `--state`, and metrics of keys with `--api-key-file`.",
+        "metrics of the state with `--state`, metrics of keys with `--api-key-file`, and metrics of relays with "
+        "`--workers`.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
