@@ -247,6 +247,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     """A client's request for an engine. The stages of its admission make it once (gateway/stages.py).
 
     prompt          input of the length predictor
+    features        of the prompt, for the forecaster, where they were read elsewhere; None: the forecaster reads them
     opening         the first characters of the prompt, in the order of the engine's template
     blocks          hashes of the prompt's blocks, see Request; block_share : each block's share of the prompt
     previous        id of the earlier response that the prompt goes on from; "" for none
@@ -269,6 +270,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     deadline_s: float | None = None
     route_queue: str = ""
     member: Any = None
+    features: Any = None
 
     @property
     def path(self) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 from predictor.online import Forecast, OnlineLearner, bounded
 from predictor.prediction import Prediction
 from predictor.prompt import Prompt
+from predictor.text_features import Features
 from predictor.text_learner import History
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,38 @@ class Forecaster:
         self._budget_s = budget_s
         self._failing = False
 
-    def forecast_now(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast | None:
+    @property
+    def secrets(self) -> Mapping[str, bytes]:
+        """The secret for a TextFeatures that reads prompts elsewhere, under ""; {}: no text is read."""
+        secret = self.learner.secret
+        return {} if secret is None else {"": secret}
+
+    def forecast_now(
+        self,
+        prompt: Prompt,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        features: Features | None = None,
+    ) -> Forecast | None:
         """As `forecast`, where no predictor has to be asked; else None."""
         if self._predictor is not None:
             return None
-        return _bounded(self.learner.forecast(prompt, None), least, most)
+        return _bounded(self.learner.forecast(prompt, None, features), least, most)
 
-    async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
-        """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
-        forecast = self.learner.forecast(prompt, await self._predict(prompt))
+    async def forecast(
+        self,
+        prompt: Prompt,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        features: Features | None = None,
+    ) -> Forecast:
+        """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens).
+
+        features : of the prompt, where it was read elsewhere; see `secrets`
+        """
+        forecast = self.learner.forecast(prompt, await self._predict(prompt), features)
         return _bounded(forecast, least, most)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
@@ -102,11 +126,31 @@ class ForecasterByModel:
         """Fallbacks of all models together."""
         return sum((forecaster.fallbacks for forecaster in self._forecasters.values()), Counter(self._others.fallbacks))
 
-    def forecast_now(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast | None:
-        return self._of(prompt.model).forecast_now(prompt, least=least, most=most)
+    @property
+    def secrets(self) -> Mapping[str, bytes]:
+        """By model; "": of all others."""
+        of_models = {model: one.secrets[""] for model, one in self._forecasters.items() if one.secrets}
+        return {**of_models, **self._others.secrets}
 
-    async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
-        return await self._of(prompt.model).forecast(prompt, least=least, most=most)
+    def forecast_now(
+        self,
+        prompt: Prompt,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        features: Features | None = None,
+    ) -> Forecast | None:
+        return self._of(prompt.model).forecast_now(prompt, least=least, most=most, features=features)
+
+    async def forecast(
+        self,
+        prompt: Prompt,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        features: Features | None = None,
+    ) -> Forecast:
+        return await self._of(prompt.model).forecast(prompt, least=least, most=most, features=features)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         return self._of(forecast.model).revise(forecast, least=least, most=most)

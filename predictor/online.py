@@ -101,8 +101,14 @@ class OnlineLearner:
             models_max, lambda: Recalibration(window)
         )
 
-    def forecast(self, prompt: Prompt, prediction: Prediction | None) -> Forecast:
+    @property
+    def secret(self) -> bytes | None:
+        """For a TextFeatures that reads prompts elsewhere; None: no text is read."""
+        return None if self._text is None else self._secret
+
+    def forecast(self, prompt: Prompt, prediction: Prediction | None, features: Features | None = None) -> Forecast:
         """prediction : of a predictor for this prompt; None: no prediction.
+        features : of the prompt, where a TextFeatures with the same secret has read it; None: it is read here
 
         A prediction with values that are no lengths (not finite, not positive) counts in `raw_invalid` and is ignored.
         """
@@ -110,14 +116,17 @@ class OnlineLearner:
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
-        features, chain = self._reading(prompt)
+        features, chain = self._reading(prompt, features)
         return self._forecast(kind, predicted, s, chain, features, encoded)
 
-    def _reading(self, prompt: Prompt) -> tuple[Features | None, tuple[bytes, ...]]:
+    def _reading(self, prompt: Prompt, features: Features | None) -> tuple[Features | None, tuple[bytes, ...]]:
         """The prompt's features and keys. Both stay the same while its sender's answers count, or do not."""
         # A long text is never kept, and takes long to hash.
         kept = self._readings.get(prompt) if len(prompt.text) <= READING_CHARACTERS_MAX else None
-        features = kept[1] if kept else self._text.read(prompt) if self._text else None
+        if kept or self._text is None:
+            features = kept[1] if kept else None
+        elif features is None:
+            features = self._text.read(prompt)
         shared = not (self._text and features) or self._text.counts(features)
         if kept and kept[0] == shared:
             return features, kept[2]

@@ -65,11 +65,20 @@ class LengthForecaster(Protocol):
     @property
     def fallbacks(self) -> Mapping[str, int]: ...
 
-    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any | None:
+    @property
+    def secrets(self) -> Mapping[str, bytes]:
+        """With which prompts may be read elsewhere (Call.features), by model; "": of all others, if there are any."""
+        ...
+
+    def forecast_now(
+        self, prompt: Prompt, *, least: float | None, most: float | None, features: Any | None
+    ) -> Any | None:
         """The forecast, if no trained predictor has to be asked; else None, and `forecast` asks."""
         ...
 
-    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
+    async def forecast(
+        self, prompt: Prompt, *, least: float | None, most: float | None, features: Any | None
+    ) -> Any: ...
 
     def observe(self, forecast: Any, output_tokens: float, *, capped: bool, words: bool) -> None: ...
 
@@ -121,6 +130,11 @@ class Forecasts:
         """Number of forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
+    @property
+    def secrets(self) -> Mapping[str, bytes]:
+        """For those that read prompts elsewhere; see LengthForecaster."""
+        return self._forecaster.secrets if self._forecaster is not None else {}
+
     def made_now(self, call: Call, model: ServedModel | None) -> Made | None:
         """The forecast of the answer to a call; None: the trained predictor has to be asked, by `made`."""
         bounds = call.bounds
@@ -131,14 +145,15 @@ class Forecasts:
             return Made(min(call.terms.predicted_tokens, math.inf if most is None else most), (), "client")
         if self._forecaster is None:
             return UNKNOWN
-        forecast = self._forecaster.forecast_now(call.prompt, least=bounds.output_tokens_min, most=most)
+        least = bounds.output_tokens_min
+        forecast = self._forecaster.forecast_now(call.prompt, least=least, most=most, features=call.features)
         return None if forecast is None else _made(forecast)
 
     async def made(self, call: Call, model: ServedModel | None) -> Made:
         """The forecast of the trained predictor, where `made_now` has none."""
         assert self._forecaster is not None, "made_now has nothing to wait for"
         least, most = call.bounds.output_tokens_min, _most(call, model)
-        return _made(await self._forecaster.forecast(call.prompt, least=least, most=most))
+        return _made(await self._forecaster.forecast(call.prompt, least=least, most=most, features=call.features))
 
     async def expected(self, call: Call, model: ServedModel | None) -> float | None:
         """Mean likely tokens of an answer to a call that does not come yet; None: nothing is known."""

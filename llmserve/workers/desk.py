@@ -94,9 +94,10 @@ class RemoteRelay:
         self._takes[type(message)](message)
 
     def _opened(self, link: Link) -> None:
+        cluster = self._cluster
         self._desk.relays.add(self)
         link.tell(self._desk.keys)
-        link.tell(messages.Welcome(self._cluster.calls.secret, self._cluster.driver.zero_s))
+        link.tell(messages.Welcome(cluster.calls.secret, cluster.driver.zero_s, dict(cluster.forecasts.secrets)))
         if self._cluster.draining:
             self.drain()
 
@@ -138,6 +139,8 @@ class RemoteRelay:
             return
         remote.account = account = draft.account
         assert account is not None, "a request that was admitted has an account"
+        if told.read is not None and told.read.model == call.model and draft.prompt is told.prompt:
+            call = msgspec.structs.replace(call, features=told.read.features)
         if told.waited_s is not None and call.terms.slo_s is not None:  # of its time to the deadline
             terms = msgspec.structs.replace(call.terms, slo_s=call.terms.slo_s - told.waited_s)
             call = msgspec.structs.replace(call, terms=terms)
@@ -416,12 +419,12 @@ class Desk:
     # ---- for the metrics ----
 
     @property
-    def connections(self) -> range:
-        return range(sum([len(relay.counts.connections) for relay in self.relays]))
-
-    @property
     def count(self) -> int:
         return len(self.relays)
+
+    @property
+    def connections(self) -> range:
+        return range(sum([len(relay.counts.connections) for relay in self.relays]))
 
     @property
     def buffered_bytes(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from llmserve.calls.in_flight import Receipt
 from llmserve.errors import RequestError
 from llmserve.estimates.estimator import QueuePosition
+from llmserve.forecasts.reading import ReadPrompt
 from llmserve.programs.sources import Sent
 from llmserve.programs.trail import Trail
 from llmserve.request import Bounds, Terms
@@ -102,6 +103,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", array_like=True):
     """A request whose body is read. The body stays with the relay.
 
     headers   those that later stages, and the name of the request, need
+    read      the prompt's words, for its forecast; None: they were not read
     waited_s  seconds since its arrival, where an earlier scheduler process was told of it; None: it is new
     All other fields are those of a Draft.
     """
@@ -126,6 +128,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", array_like=True):
     deadline_s: float | None
     predicted_tokens: float | None
     receipt: bool
+    read: ReadPrompt | None = None
     waited_s: float | None = None
 
 
@@ -269,11 +272,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     """The first message.
 
-    secret  of the hashes of prompts.  zero_s : of the cluster's clock, on the system's monotonic clock
+    secret   of the hashes of prompts.  zero_s : of the cluster's clock, on the system's monotonic clock
+    readers  secrets for forecasts/reading.PromptReaders
     """
 
     secret: bytes
     zero_s: float
+    readers: dict[str, bytes]
 
 
 class Settled(msgspec.Struct, frozen=True, tag="settled", array_like=True):

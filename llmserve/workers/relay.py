@@ -15,6 +15,7 @@ from typing import Any
 
 from llmserve.calls.client_request import ClientExchange
 from llmserve.errors import ConfigError, Unavailable
+from llmserve.forecasts.reading import PromptReaders
 from llmserve.gateway.completions import BeginTrace
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.intake import Intake
@@ -63,6 +64,7 @@ class Relay(Intake):
         self._last_number = 0
         self._zero_s: float | None = None
         self._reading: Stage | None = None
+        self._readers = PromptReaders({})
         self._retry_after_s: float | None = None  # of new requests, while the server shuts down
         self._closed = False
         self._hears: dict[type, Callable[[Any], None]] = {
@@ -101,7 +103,7 @@ class Relay(Intake):
     def _take(self, draft: Draft, exchange: ClientExchange) -> None:
         """Pass a request on to the scheduler process."""
         self._last_number = number = self._last_number + 1
-        call = self._calls[number] = RelayedCall(self, number, draft, exchange, self.begin_trace)
+        call = self._calls[number] = RelayedCall(self, number, draft, exchange, self._readers, self.begin_trace)
         call.arrive()
 
     def count_refused(self, code: str) -> None:
@@ -132,6 +134,7 @@ class Relay(Intake):
         before_s, self._zero_s = self._zero_s, told.zero_s
         limits = self._config.limits
         self._reading = reading(limits_of(limits), told.secret, limits.session_from)
+        self._readers = PromptReaders(told.readers)
         self._retry_after_s = None
         calls = list(self._calls.values())
         if before_s is not None:

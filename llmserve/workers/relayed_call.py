@@ -10,6 +10,7 @@ from llmserve.calls.client_request import ClientExchange
 from llmserve.calls.in_flight import InFlightCall, Trace
 from llmserve.engines.engine import EngineError
 from llmserve.errors import EngineFailed, RequestError
+from llmserve.forecasts.reading import PromptReaders, ReadPrompt
 from llmserve.gateway.aliases import with_model
 from llmserve.gateway.completions import BeginTrace, ClientAnswer
 from llmserve.gateway.draft import Draft
@@ -92,7 +93,15 @@ class RelayedCall:
         *("attempt", "end", "exchange", "fleet", "forecasts", "in_flight", "number", "routes", "started"),
     )
 
-    def __init__(self, table: Table, number: int, draft: Draft, exchange: ClientExchange, trace: BeginTrace | None):
+    def __init__(
+        self,
+        table: Table,
+        number: int,
+        draft: Draft,
+        exchange: ClientExchange,
+        readers: PromptReaders,
+        trace: BeginTrace | None,
+    ) -> None:
         call = draft.call()
         self.number, self.exchange = number, exchange
         self.attempt = 0
@@ -107,7 +116,8 @@ class RelayedCall:
         self._end_is_told = self._is_settled = True  # to some scheduler process; what was used of budgets
         self._shown = LimitsShown()
         self._answer = ClientAnswer(call, exchange, self._shown)
-        self._arrived = arrived(number, draft)
+        forecast = call.bounds.choices and draft.predicted_tokens is None
+        self._arrived = arrived(number, draft, readers.read(call.prompt) if forecast else None)
         begun: Trace | None = trace(call, exchange) if trace is not None else None
         self.in_flight = InFlightCall(call, 0, self._answer, None, begun, Forwarding)
         self.in_flight.arrived_at_s = table.now_s()
@@ -333,8 +343,8 @@ def never_ran(told: messages.Start) -> messages.Ended:
     return messages.Ended(told.number, told.attempt, ended, *nothing)
 
 
-def arrived(number: int, draft: Draft) -> messages.Arrived:
-    """The request of a draft whose body is read, without the body."""
+def arrived(number: int, draft: Draft, read: ReadPrompt | None) -> messages.Arrived:
+    """The request of a draft whose body is read, without the body. read : its prompt's words"""
     headers = draft.wire.headers
     if (asker := draft.headers.get(ASKER_HEADER)) is not None:
         headers += ((ASKER_HEADER, asker),)
@@ -359,4 +369,5 @@ def arrived(number: int, draft: Draft) -> messages.Arrived:
         draft.deadline_s,
         draft.predicted_tokens,
         draft.receipt,
+        read,
     )

@@ -55,12 +55,13 @@ class Oracle:
     """Knows nothing until its first answer, and everything from then on."""
 
     fallbacks: Mapping[str, int] = MappingProxyType({})
+    secrets: Mapping[str, bytes] = MappingProxyType({})
     learnt = 0
 
-    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None) -> Guess | None:
+    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None, features: Any) -> Guess | None:
         return self._guess(prompt.text)
 
-    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Guess:
+    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None, features: Any) -> Guess:
         return self._guess(prompt.text)
 
     def revise(self, forecast: Guess, *, least: float | None, most: float | None) -> Guess:

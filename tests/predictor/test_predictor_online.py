@@ -16,6 +16,7 @@ from predictor.online import LEVELS, OnlineLearner, bounded
 from predictor.prediction import Prediction
 from predictor.prompt import Prompt
 from predictor.quantiles import crps
+from predictor.text_features import TextFeatures
 
 NORMAL = [NormalDist().inv_cdf(p) for p in midpoints(LEVELS)]
 TEMPLATE = "Is the following review positive or negative? Answer with one word.\n\n"
@@ -303,3 +304,21 @@ def test_a_predictors_forecast_is_revised_with_its_correction() -> None:
     later = learner.revise(first)
     assert later.median == pytest.approx(300.0, rel=0.1)
     assert later.lengths == learner.forecast(prompt, Prediction([100.0])).lengths
+
+
+def test_features_that_were_read_elsewhere_give_the_same_forecasts() -> None:
+    here, there = (OnlineLearner(secret=b"secret") for _ in range(2))
+    secret = there.secret
+    assert secret is not None
+    reader = TextFeatures(secret)
+    for number in range(60):
+        prompt = Prompt(f"Write {number % 7} lines about a {('cat', 'dog', 'house')[number % 3]}.", "m", sender="ann")
+        one, other = here.forecast(prompt, None), there.forecast(prompt, None, reader.read(prompt))
+        assert one.lengths == other.lengths
+        for learner, forecast in ((here, one), (there, other)):
+            learner.observe(forecast, 10.0 + 20.0 * (number % 7))
+    assert one.lengths, "something was learnt"
+
+
+def test_who_learns_no_words_has_no_secret_for_readers() -> None:
+    assert OnlineLearner(secret=b"secret", learns_text=False).secret is None
