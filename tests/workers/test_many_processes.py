@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import aiohttp
@@ -104,6 +106,35 @@ async def test_each_request_has_one_line_in_the_access_log(server: Server) -> No
     assert [line["output_tokens"] for line in completions] == [4, 4, 4]
     assert {line["key"] for line in completions} == {"bob"}
     assert [line["path"] for line in logged if line not in completions] == ["/metrics"]
+
+
+async def test_each_traced_request_has_its_spans_from_the_process_that_holds_it(
+    engine: str, keys: Path, tmp_path: Path
+) -> None:
+    got: list[bytes] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            return
+
+    receiver = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=receiver.serve_forever, daemon=True).start()
+    to = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{receiver.server_port}"}
+    with started(engine, tmp_path, "--slots", "8", "--traces-sample", "1.0", environment=to) as server:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                async with asked(session, server) as response:
+                    assert response.status == 200
+    receiver.shutdown()
+    receiver.server_close()
+    spans = b"".join(got)
+    assert spans.count(b"POST /v1/chat/completions") == 3
+    assert spans.count(b"llmserve.order") == 3, "each has waited in the queue once"
 
 
 async def test_the_server_drains_and_ends_all_of_its_processes(server: Server) -> None:
