@@ -38,7 +38,7 @@ from llmserve.workers.remote_calls import RemoteAnswer, RemoteCall, StreamSeen
 log = logging.getLogger("llmserve")
 
 TOLD_S = 2.0  # for which a new scheduler process waits to hear what runs
-ENGINE_S = 2.0  # for which it then waits for an engine, before it looks at what waits
+ENGINE_S = 10.0  # for which it then waits for an engine, before it looks at what waits
 
 
 class Counts:

@@ -219,6 +219,7 @@ class RelayedCall:
         self.end, self._is_settled = None, not told.holds
         in_flight.request, in_flight.receipt = Request(receipt.request_id), receipt
         if in_flight.delivery.over or in_flight.delivery.answered:
+            in_flight.fail(EngineFailed("the engine failed this request"))  # whose client has got the beginning
             self._end(RequestEnded(receipt.engine, receipt.request_id, "cancelled"))
             return
         call = in_flight.call

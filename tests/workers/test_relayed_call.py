@@ -135,6 +135,14 @@ def test_a_client_whose_stream_was_lost_is_told_so_if_nobody_else_has(relay: Rel
     assert relay.call.in_flight.delivery.error == "engine_failed"
 
 
+def test_an_answer_that_has_begun_does_not_begin_again(relay: Relay) -> None:
+    relay.call.in_flight.delivery.answered = True
+    relay.start()
+    assert relay.exchange.ended, "its client is told that it has failed"
+    assert isinstance(relay.told[-1], messages.Ended)
+    assert relay.told[-1].ended.outcome == "cancelled"
+
+
 def test_times_move_to_the_next_clock(relay: Relay) -> None:
     relay.at_s = 10.0
     relay.start()
