@@ -76,10 +76,10 @@ def check_packages() -> None:
         spec = importlib.util.find_spec(name)
         if spec is None:
             raise ConfigError(f"llmserve's package {name} is missing: install llmserve again")
-        place = Path(spec.origin or next(iter(spec.submodule_search_locations or ()), "")).resolve()
-        if place != ROOT / name / "__init__.py":
+        folders = [Path(folder).resolve() for folder in spec.submodule_search_locations or [str(spec.origin)]]
+        if folders[0] != ROOT / name:
             alone = "start llmserve in another folder, or in an environment of its own"
-            raise ConfigError(f"the package {name} is another project's here ({place.parent}): {alone}")
+            raise ConfigError(f"the package {name} is another project's here ({folders[0]}): {alone}")
     for file in _changed_files():
         name = file.partition("/")[0]
         if not (ROOT / file).exists():

@@ -54,12 +54,13 @@ def test_twine_finds_nothing_to_warn_of(clone: Path) -> None:
     dist = clone / "dist"
     assert twine("check", "--strict", str(dist / "llmserve-7.8.9-py3-none-any.whl")).returncode == 0
     assert twine("check", "--strict", str(dist / "llmserve-7.8.9.tar.gz")).returncode == 0
-    with tarfile.open(dist.parent / "bare-1.0.tar.gz", "w:gz") as sdist:
+    bare = clone.parent / "bare-1.0.tar.gz"
+    with tarfile.open(bare, "w:gz") as sdist:
         text = b"Metadata-Version: 2.1\nName: bare\nVersion: 1.0\n"
         entry = tarfile.TarInfo("bare-1.0/PKG-INFO")
         entry.size = len(text)
         sdist.addfile(entry, io.BytesIO(text))
-    assert twine("check", "--strict", str(dist.parent / "bare-1.0.tar.gz")).returncode == 1
+    assert twine("check", "--strict", str(bare)).returncode == 1
 
 
 def twine(*words: str) -> subprocess.CompletedProcess[str]:

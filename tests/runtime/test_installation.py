@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from missing_modules import without
 
+from llmserve.errors import ConfigError
 from llmserve.runtime import installation
 from llmserve.runtime.installation import check_packages, pip_install
 
@@ -72,3 +73,8 @@ def test_an_environment_without_pip_gets_the_extra_by_uv(elsewhere: Path, monkey
 
 def test_the_packages_of_this_checkout_are_its_own() -> None:
     check_packages()
+
+
+def test_packages_that_are_not_beside_llmserve_are_another_projects(elsewhere: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the package bins is another project's here \(.*bins\): start llmserve in"):
+        check_packages()
