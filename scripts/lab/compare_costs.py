@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""What two checkouts cost, in turns: a hop, without and with a key and its limits, a stream's event, a step of the
-scheduler, a simulated request.
+"""What two checkouts cost, in turns: a hop, without and with a key and its limits, a stream's event, the scheduler's
+steps for an arrival and for an end, a simulated request.
 
     git worktree add ../before COMMIT
     python scripts/lab/compare_costs.py ../before
@@ -9,7 +9,10 @@ scheduler, a simulated request.
 Processor time, user and system: of the server's processes for a hop and an event, of one process for a step and for the
 simulator. The checkouts take turns within each round, and every second round begins with the other one, so that a busy
 machine slows both alike. The table has medians over rounds, and the median of the rounds' ratios. Both checkouts run in
-the environment of this interpreter.
+the environment of this interpreter, and keep their compiled modules, as an installed package does.
+
+Half of the scheduler's steps are arrivals, and half are ends, which differ: a median of all of them would be a cheap
+end or a dear arrival, by chance. So each kind has its own median, and the mean of all also has the rare dear steps.
 """
 
 from __future__ import annotations
@@ -47,18 +50,44 @@ concurrent = 10_000
 """
 HEADERS = {"authorization": f"Bearer {KEY}"}
 REPEATS = 3  # of all streams
+COMPILED = Path(tempfile.gettempdir()) / f"llmserve-compiled-{os.getuid()}"
+STEPS = 4_000
+STEP_OF = {"arrival": "RequestArrived", "end": "RequestEnded"}  # kind of a step : its event
+STEPS_SCRIPT = """
+import gc, json, statistics, sys, time
+try:
+    from questions.performance import scheduler as bench
+except ModuleNotFoundError:
+    import benchmark_scheduler as bench  # where it stood once
+
+seed, steps = map(int, sys.argv[1:])
+load = bench.Load(next(case for case in bench.cases(12) if case.name == "12 engines, 1 models"), seed)
+gc.disable()
+times_us = {}
+for now_s, event in load.events(steps, 0.002):
+    began_ns = time.thread_time_ns()
+    actions = load.scheduler.handle(event, now_s)
+    load.scheduler.wake_at_s
+    times_us.setdefault(type(event).__name__, []).append((time.thread_time_ns() - began_ns) / 1e3)
+    load.apply(actions)
+medians = {kind: statistics.median(times) for kind, times in times_us.items()}
+print(json.dumps({**medians, "mean": statistics.fmean(sum(times_us.values(), []))}))
+"""  # of 12 engines and 3,000 waiting requests, as the checkout's own benchmark makes them
 QUANTITIES = {  # name : (unit, digits)
     "hop": ("us", 1),
     "hop with a key": ("us", 1),
     "event of a stream": ("us", 2),
-    "step of the scheduler": ("us", 1),
+    "scheduler, arrival": ("us", 1),
+    "scheduler, end": ("us", 1),
+    "scheduler, mean step": ("us", 1),
     "simulated request": ("us", 1),
 }
 
 
 def environment_of(checkout: Path) -> dict[str, str]:
     paths = [str(checkout), str(checkout / "scripts"), str(checkout / "scripts/lab")]
-    return {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+    compiled = {"PYTHONPYCACHEPREFIX": str(COMPILED), "PYTHONDONTWRITEBYTECODE": ""}
+    return {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", **compiled}
 
 
 def cpu_s(server: Server) -> float:
@@ -82,31 +111,33 @@ async def event_us(server: Server) -> float:
 
 
 def simulated_us(checkout: Path, requests: int) -> float:
-    command = [sys.executable, "-m", "llmserve", "simulate", "--requests", str(requests), "--order", "boost", "--json"]
-    return 1e6 * _child_cpu_s(checkout, command) / requests
-
-
-def step_us(checkout: Path, folder: Path) -> float:
-    """The median step of 12 engines and 3,000 queued requests, in the checkout's own benchmark."""
-    output = folder / "steps.json"
-    old = checkout / "scripts/lab/benchmark_scheduler.py"  # where it stood once
-    script = [str(old)] if old.is_file() else [str(checkout / "scripts/lab"), "performance.scheduler"]
-    words = ["--rounds", "1", "--steps", "4000", "--requests", "200", "--output", str(output)]
-    _child_cpu_s(checkout, [sys.executable, *script, *words])
-    steps = json.loads(output.read_text(encoding="utf-8"))["steps"]
-    return float(next(step["step_us_p50"] for step in steps if step["case"] == "12 engines, 1 models"))
-
-
-def _child_cpu_s(checkout: Path, command: list[str]) -> float:
-    """Processor time of a command that runs in a checkout. Raises RuntimeError with the end of its output."""
+    command = ["-m", "llmserve", "simulate", "--requests", str(requests), "--order", "boost", "--json"]
     before = os.times()
+    _run(checkout, command)
+    after = os.times()
+    spent_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return 1e6 * spent_s / requests
+
+
+def steps_us(checkout: Path, seed: int, steps: int = STEPS) -> dict[str, float]:
+    """Microseconds of the scheduler's steps by quantity: medians of each kind, and the mean of all."""
+    measured = json.loads(_run(checkout, ["-c", STEPS_SCRIPT, str(seed), str(steps)]))
+    medians = {f"scheduler, {kind}": measured[event] for kind, event in STEP_OF.items()}
+    return {**medians, "scheduler, mean step": measured["mean"]}
+
+
+def _run(checkout: Path, words: list[str]) -> str:
+    """Run Python in a checkout. Returns what it printed. Raises RuntimeError with the end of its complaint."""
     done = subprocess.run(
-        command, cwd=checkout, env={**os.environ, **environment_of(checkout)}, capture_output=True, text=True
+        [sys.executable, *words],
+        cwd=checkout,
+        env={**os.environ, **environment_of(checkout)},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 async def measure(checkouts: Mapping[str, Path], rounds: int, seconds: float, requests: int) -> dict[str, list[float]]:
@@ -143,7 +174,8 @@ async def measure(checkouts: Mapping[str, Path], rounds: int, seconds: float, re
                 values[f"{name}: hop with a key"].append(await hop_us(keyed[name], seconds))
                 values[f"{name}: event of a stream"].append(await event_us(streams[name]))
                 values[f"{name}: simulated request"].append(await asyncio.to_thread(simulated_us, checkout, requests))
-                values[f"{name}: step of the scheduler"].append(await asyncio.to_thread(step_us, checkout, folder))
+                for quantity, value in (await asyncio.to_thread(steps_us, checkout, number)).items():
+                    values[f"{name}: {quantity}"].append(value)
                 log(f"round {number + 1}/{rounds}: {name}")
     return values
 
