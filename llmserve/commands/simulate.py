@@ -22,7 +22,6 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import numpy as np
 from msgspec import Meta
-from rich.console import Console
 
 from bins.dispatch import DispatchSolver
 from llmserve.errors import ConfigError
@@ -37,7 +36,6 @@ from llmserve.simulation.collector import collector_paused
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.kv_engine import KVEngine
 from llmserve.simulation.learning import SimulatedLearning
-from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import TRAINED
 from llmserve.simulation.program_run import run_programs
 from llmserve.simulation.progress import RunsProgress
@@ -216,6 +214,8 @@ def run_cases(cases: Sequence[Case], seeds: int, jobs: int, progress: RunsProgre
     Raises ConfigError on an invalid case.
     """
     tasks = [case.seeded(case.scenario.seed + number) for case in cases for number in range(seeds)]
+    from llmserve.simulation.many import in_processes
+
     summaries: dict[int, Summary] = {}
     with closing(in_processes(_run_task, tasks, jobs) if jobs > 1 else _run_here(tasks, progress)) as finished:
         for index, summary in finished:
@@ -339,6 +339,8 @@ def _run_programs(case: Case, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(outcome.summary()))
     else:
+        from rich.console import Console
+
         Console().print(outcome.table())
     return 0
 
@@ -369,12 +371,16 @@ def _run_one(case: Case, args: argparse.Namespace) -> None:
     if args.json:
         print(msgspec.json.encode(summary).decode())
     else:
+        from rich.console import Console
+
         print_table(summary, _title(case, work), Console())
     if isinstance(recorder, BatchRecorder):
         _draw_run(case, work, recorder, args.plot)
 
 
 def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
     with RunsProgress(len(cases) * repetition.seeds) as progress:
         results = run_cases(cases, repetition.seeds, repetition.jobs, progress)
     compared = bool(repetition.sweep)

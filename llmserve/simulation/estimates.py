@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from llmserve.simulation.report import Summary, table_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COMPARED = (  # columns of a comparison: heading, quantity, format
     ("requests/s", "throughput_per_s", ".4g"),
@@ -114,6 +116,8 @@ def print_intervals(repeated: Repeated, title: str, console: Console) -> None:
 
 def print_comparison(cases: Sequence[Repeated], title: str, console: Console) -> None:
     """Print a table with a row for each case."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     columns = [column for column in COMPARED if any(column[1] in case.estimates for case in cases)]
     for heading in (*cases[0].settings, *(heading for heading, _, _ in columns)):

@@ -20,12 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta
-from rich.table import Table
 
 from llmserve.errors import ConfigError, LLMServeError
 from llmserve.request import Request
@@ -34,6 +33,9 @@ from llmserve.simulation.files import records
 from llmserve.simulation.kv_pool import Text
 from llmserve.simulation.workload import Trace
 from predictor.records import Malformed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 AGENTS = "agents"  # the tool that consists of sub-agents
 CHAT = "chat"  # the kind of a session of one request by a person, who is not an agent
@@ -225,6 +227,8 @@ class Outcome:
         }
 
     def table(self) -> Table:
+        from rich.table import Table
+
         table = Table()
         for column in ("", "mean", *[f"p{percent}" for percent in PERCENTILES]):
             table.add_column(column, justify="right" if column else "left", no_wrap=not column)

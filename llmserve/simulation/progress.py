@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 ARRIVALS_A_LINE = 250_000  # requests per line, for a single run without a terminal
 LINES = 20  # approximate number of lines, for several runs without a terminal
@@ -21,6 +21,9 @@ class RunsProgress:
         self._ended = 0
         self._bar: Progress | None = None
         if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = (TextColumn("simulating"), BarColumn(), TimeRemainingColumn())
             counted = (*columns, MofNCompleteColumn(), TextColumn("runs"))
             self._bar = Progress(*(counted if runs > 1 else columns), console=Console(stderr=True), transient=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from llmserve.scheduling.messages import (
     Action,
@@ -24,6 +22,10 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+
+if TYPE_CHECKING:  # a run that prints JSON needs no tables
+    from rich.console import Console
+    from rich.table import Table
 
 Times = NDArray[np.float64]
 
@@ -296,6 +298,8 @@ def print_table(summary: Summary, title: str, console: Console) -> None:
 
 def table_of(cell: Cell, title: str) -> Table:
     """A table of all quantities for which `cell` gives a text."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for column in ("", *SPREAD):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
