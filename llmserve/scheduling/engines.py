@@ -171,8 +171,10 @@ class EngineState:
 
     def takes(self, now_s: float) -> bool:
         """Whether the engine may be sent a request now, to run or to wait there (look-ahead)."""
-        worker, info = self.worker, self.info
-        if not self.ready or worker.reserved is not None or not self.circuit.takes(now_s):
+        worker, info, circuit = self.worker, self.info, self.circuit
+        if not self.ready or worker.reserved is not None:
+            return False
+        if circuit.open_until_s is not None and not circuit.takes(now_s):
             return False
         if info.barrier:
             return info.slots > 0 and not worker.running

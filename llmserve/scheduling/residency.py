@@ -116,6 +116,8 @@ def leading(blocks: Sequence[int], held: Container[int]) -> int:
     """
     if not blocks or blocks[0] not in held:
         return 0
+    if blocks[-1] in held:
+        return len(blocks)
     here, gone, back = len(blocks), len(blocks) + 1, 1
     while here > 1 and blocks[here - 1] not in held:
         gone, here, back = here, max(1, here - back), 2 * back

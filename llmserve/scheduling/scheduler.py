@@ -175,7 +175,8 @@ class Scheduler:
         if group.pool.sharing:
             sharing.look(group.pool, group.tally)
         dues_s = self._dispatch.dispatch(group, self._now_s)
-        self.batch_lane.dispatch()
+        if self.batch_lane.waiting or group.tally.items:
+            self.batch_lane.dispatch()
         if not group.present:
             group.idle()
         for queues in group.planned:
@@ -269,7 +270,8 @@ class Scheduler:
         if event.fault:
             self._report(self._faults.failed(event.engine, run.queued, self._now_s))
         elif event.outcome != "cancelled" and not event.refused:
-            self._report(self._faults.answered(event.engine, (run.queued,), self._now_s))
+            if changed := self._faults.answered(event.engine, (run.queued,), self._now_s):
+                self._report(changed)
             if engine.rests:
                 engine.rests.answered(run.queued.request.model, run.started_at_s)
 
@@ -327,7 +329,8 @@ class Scheduler:
     def _freed(self, engine: EngineState) -> None:
         """After runs have left an engine: start the reserved batch."""
         self._book.touch()
-        self._end_reservation(engine.worker)
+        if engine.worker.reserved is not None:
+            self._end_reservation(engine.worker)
 
     def _end_reservation(self, worker: Worker) -> None:
         end_reservation(worker, self.group, self._book, self._dispatch)

@@ -71,8 +71,8 @@ class Dispatch:
                 choice = self._start_batches(group, now_s)
             if group.pool.sharing and open_idle(group.pool):
                 choice = self._start_batches(group, now_s)
-            if choice is not None:
-                dues_s.append(choice.recheck_at_s)
+            if choice is not None and (recheck_at_s := choice.recheck_at_s) is not None:
+                dues_s.append(recheck_at_s)
             if group.arrived_in:
                 self._make_room(group, now_s)
             if group.timed:
@@ -105,22 +105,23 @@ class Dispatch:
     def _start(self, group: Group, start: Start, now_s: float) -> None:
         """Start the first requests of a formed batch."""
         engine, queues, batch, size = start
+        pool = group.pool
         turn = batch.key if engine.info.by_priority and not self.order.by_times else None
         started, requests = queues.start(batch, size, turn)
         for queued in requests:
             if queued.request.blocks:
-                queued.cached_tokens = group.pool.residency.sent(engine.info.name, queued.request)
+                queued.cached_tokens = pool.residency.sent(engine.info.name, queued.request)
             if queued.turn is not None:
                 group.started(queued, engine, now_s)
             queued.charge()
         engine.start(batch, requests, now_s)
-        group.pool.starts += len(requests)
+        pool.starts += len(requests)
         if queues.prompts.mean_s and not engine.info.barrier:
             for queued in requests:
                 prompt_s = queues.prompts.prefill_s(queued.request.prompt_tokens, queued.cached_tokens)
                 if queues.is_long(prompt_s):
-                    group.pool.compute(engine, queued.request.id, prompt_s, now_s)
-        group.pool.refresh(engine, now_s)
+                    pool.compute(engine, queued.request.id, prompt_s, now_s)
+        pool.refresh(engine, now_s)
         if engine.loaded is not None:
             look_at(engine, group.tally)
         self.actions.append(StartBatch(engine.info.name, started))
