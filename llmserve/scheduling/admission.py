@@ -78,14 +78,14 @@ class Admission:
         queues, programs, now_s = group.queues[request.model], group.programs, book.now_s
         cached_tokens = group.pool.residency.most_tokens(request) if request.blocks else 0.0
         queued, queue = queues.admit(request, now_s, cached_tokens)
-        if request.program or now_s < programs.active_until_s:
-            sorts = programs.arrived(queued, queues, now_s)
-            queues.dirty |= sorts and queues.load is not None
+        of_programs = request.program or now_s < programs.active_until_s
+        if of_programs and programs.arrived(queued, queues, now_s) and queues.load is not None:
+            queues.keys_changed()
         queued.suspect = request.sender in self._faults.suspects
         book.by_id[request.id] = queued
         book.enter(queued, queues)
         self._learn(queues)
-        self._forming.form_early(queues, queue, now_s)
+        self._forming.take_in(queues, queue, queued, now_s)
         if group.needs_dispatch or group.tally.items:
             book.touch()
 
@@ -99,20 +99,19 @@ class Admission:
             items = sum([all(of_items) for of_items in running if of_items])
             online = sum([not all(of_items) for of_items in running if of_items])
             return online * queues.slots, items * queues.slots
-        present = items = 0
-        for member in self._group.queues.values():
-            if member.fair is queues.fair:
-                present += member.present
-                items += member.items.running
+        present, items = queues.present, queues.items.running
+        if len(self._group.queues) > 1:
+            for member in self._group.queues.values():
+                if member.fair is queues.fair and member is not queues:
+                    present += member.present
+                    items += member.items.running
         return present - items, items
 
     def _learn(self, queues: ModelQueues) -> None:
         """Learn the reserve from an online request that waits from now on."""
-        engines = queues.engines
+        engines, (wanted, _) = queues.engines, self.held(queues)
         if engines and engines[0].info.barrier:
-            wanted = self.held(queues)[0] + queues.slots  # it wants an engine of its own
-        else:
-            wanted, _ = self.held(queues)
+            wanted += queues.slots  # it wants an engine of its own
         reserve = self.reserves.get(queues.fair)
         if reserve is None:
             reserve = self.reserves[queues.fair] = Reserve(self._limits.item_stops)

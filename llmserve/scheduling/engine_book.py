@@ -150,5 +150,4 @@ class EngineBook:
         self._book.touch()
         self._book.invalidate()
         for queues in self._group.refresh_engines(self._book.now_s):
-            for queued in queues.all_waiting():
-                self._book.engine_waits.watch(queued, self._book.now_s)
+            self._book.watch_all(queues)

@@ -210,12 +210,22 @@ class Forming:
         """
         return self.batch_size == 1 or not queues.fair.contended
 
+    def take_in(self, queues: ModelQueues, queue: BinQueue, queued: QueuedRequest, now_s: float) -> None:
+        """Put a new request into its bin, and form all batches that the release allows; a batch of this request alone
+        needs no bin.
+        """
+        if queues.at_once:
+            queues.formed.push(self.form(queues, queue.index, [queued], now_s))
+        else:
+            queue.append(queued)
+            self.form_early(queues, queue, now_s)
+
     def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
         """Form all batches that the release allows although no engine may be free."""
         early = self.batch_size == 1 or not queues.fair.contended
         if not early:
             queues.tally.deferred[queues.model] = queues
-        while (size := self.size(queues, queue, now_s, None)) and (early or size == 1):
+        while queue.requests and (size := self.size(queues, queue, now_s, None)) and (early or size == 1):
             self.push(queues, queue, size, now_s)
 
     def form_deferred(self, group: Group, now_s: float) -> bool:
@@ -239,4 +249,6 @@ class Forming:
 
     def form(self, queues: ModelQueues, bin_index: int, requests: list[QueuedRequest], now_s: float) -> FormedBatch:
         """Form a batch of requests that have left their bins."""
+        if queues.dirty:
+            queues.tell(requests)  # they will not be sorted there
         return FormedBatch(next(self._batch_ids), bin_index, now_s, requests, queues.model)

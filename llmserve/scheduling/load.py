@@ -153,12 +153,10 @@ class Load:
 
     waits        how long requests would wait first come, first served
     calibration  what forecasts mean
-    work_us      likely microseconds of a slot of all waiting requests; whole, so that it returns to exactly zero
     """
 
-    def __init__(self, waiting: Iterable[QueuedRequest] = ()) -> None:
+    def __init__(self) -> None:
         self.waits, self.calibration, self._works = Waits(), Calibration(), Tail(SPENT)
-        self.work_us = sum([queued.work_us for queued in waiting])
 
     def tell(self, requests: Iterable[QueuedRequest]) -> None:
         """Give requests the inputs of their sort keys."""
@@ -170,15 +168,15 @@ class Load:
         """The mean length of answers of this forecast. forecast : tokens; None without one. mean : of all answers"""
         return self.calibration.tokens(forecast) if forecast else mean
 
-    def arrive(self, queued: QueuedRequest, ahead: int, slots: int) -> bool:
-        """Learn from a new request, before it is counted. True when the waits changed.
+    def arrive(self, queued: QueuedRequest, work_us: int, ahead: int, slots: int) -> bool:
+        """Learn from a new request. True when the waits changed.
 
-        ahead : requests that wait in engines.  slots : of the model
+        work_us : of a slot, of those that wait already.  ahead : requests that wait in engines.  slots : of the model
         """
         mean_s, slots = queued.service_mean_s, max(1, slots)
         self._works.observe(queued.service_s)
         queued.long_s = max(self._works.value, LONG_LEAST * mean_s)
-        changed = self.waits.observe((1e-6 * self.work_us + ahead * mean_s) / slots)
+        changed = self.waits.observe((1e-6 * work_us + ahead * mean_s) / slots)
         queued.room_s, queued.longest_s = self.waits.room_s, self.waits.longest_s
         return changed
 

@@ -33,6 +33,11 @@ class Release(Protocol):
         """Whether `due_at_s` ever gives a time."""
         ...
 
+    @property
+    def at_once(self) -> bool:
+        """Whether `size` is 1 whenever a request waits, so that no request needs to wait in a bin."""
+        ...
+
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         """Number of requests to release now; 0: wait. Here and below, the bin is not empty.
 
@@ -56,12 +61,26 @@ class _OldestFirst:
     fills: ClassVar[bool] = True
     waits: ClassVar[bool] = True
 
+    @property
+    def at_once(self) -> bool:
+        return False
+
     def urgency(self, queue: BinQueue, now_s: float) -> float:
         return -queue.oldest_at_s
 
 
+class _FullAtOnce(_OldestFirst):
+    """A release that lets full batches go whether an engine is free or not."""
+
+    batch_size: int
+
+    @property
+    def at_once(self) -> bool:
+        return self.batch_size == 1
+
+
 @dataclass(frozen=True, slots=True)
-class Full(_OldestFirst):
+class Full(_FullAtOnce):
     """Full batches only, of `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
     fills: ClassVar[bool] = False
@@ -77,7 +96,7 @@ class Full(_OldestFirst):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeout(_OldestFirst):
+class Timeout(_FullAtOnce):
     """Full batches; or for a free engine, a batch whose oldest request has waited `wait_s`.
 
     While no engine is free, longer waiting costs nothing, but small batches would cost throughput.
@@ -100,7 +119,7 @@ class Timeout(_OldestFirst):
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy(_OldestFirst):
+class Greedy(_FullAtOnce):
     """Full batches, or all waiting requests as soon as an engine would otherwise idle."""
 
     waits: ClassVar[bool] = False
@@ -109,9 +128,10 @@ class Greedy(_OldestFirst):
     batch_size: int
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
-        if idle is not None or len(queue) >= self.batch_size:
-            return min(len(queue), self.batch_size)
-        return 0
+        waiting = len(queue.requests)
+        if waiting >= self.batch_size:
+            return self.batch_size
+        return waiting if idle is not None else 0
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         return None

@@ -17,6 +17,8 @@ from llmserve.scheduling.messages import Action, FailReason, FailRequest, Report
 from llmserve.scheduling.queues.model_queues import ModelQueues
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 
+WATCHED_AT_ONCE = 512  # waiting requests that are watched anew in one step
+WATCHED_EVERY_S = 0.001  # between steps that watch them, if nothing else happens
 REFUSALS_MAX = 8  # engines asked for one request: where a large fleet refuses all, each request asks a few only
 
 
@@ -37,6 +39,7 @@ class RequestBook:
         self.touched = False
         self.deadlines = Deadlines(self._late_at_s)
         self.engine_waits = Deadlines(self._gives_up_at_s)
+        self._unwatched: list[QueuedRequest] = []  # requests that are still to be watched anew
         self._limits = limits
         self._group = group
         self._forming = forming
@@ -48,6 +51,8 @@ class RequestBook:
     def begin(self, now_s: float, actions: list[Action]) -> None:
         """Begin a step, with its time and list of actions. A dispatch follows if the wake-up time has come."""
         self.now_s, self.actions, group = now_s, actions, self._group
+        if self._unwatched:
+            self._watch_some()
         over = group.pool.paused and group.pool.end_pauses(now_s)
         self.touched = bool(over) or (group.wake_at_s is not None and group.wake_at_s <= now_s)
 
@@ -64,7 +69,9 @@ class RequestBook:
         return None if since_s is None else max(since_s, queued.arrived_at_s) + self._limits.engine_wait_s
 
     def next_late_at_s(self) -> float | None:
-        """Earliest time at which a waiting request may fail; None: none can."""
+        """Earliest time at which a waiting request may fail, or more have to be watched; None: none can."""
+        if self._unwatched:
+            return self.now_s + WATCHED_EVERY_S
         if self.engine_waits.next_at_s is None:
             return self.deadlines.next_at_s
         if not any(queues.waiting for queues in self._group.without_engine):
@@ -76,6 +83,17 @@ class RequestBook:
         """Watch the deadline of a request that waits, and its wait for a working engine."""
         self.deadlines.watch(queued, self.now_s)
         self.engine_waits.watch(queued, self.now_s)
+
+    def watch_all(self, queues: ModelQueues) -> None:
+        """Watch all waiting requests of a model anew: WATCHED_AT_ONCE now, and the others in later steps."""
+        self._unwatched += queues.in_no_order()
+        self._watch_some()
+
+    def _watch_some(self) -> None:
+        for queued in self._unwatched[-WATCHED_AT_ONCE:]:
+            if queued.run is None and queued.request.id in self.by_id:
+                self.watch(queued)
+        del self._unwatched[-WATCHED_AT_ONCE:]
 
     def invalidate(self) -> None:
         """Drop cached batch times. Call after engines have come, gone, or changed their models or speed."""
@@ -148,11 +166,13 @@ class RequestBook:
         """Record the answers of one batch. output_tokens : by request id; 0 where unknown.  decode_s : of a stream"""
         engine, queues = self._group.pool.engines[runs[0].engine], self.queues_of(runs[0].queued)
         for run in runs:
-            tokens = output_tokens.get(run.queued.request.id, 0.0)
-            if run.queued.request.background and tokens > 0:
-                queues.items.answered(self.now_s, engine.served_s(run, self.now_s), tokens)
+            request = run.queued.request
+            if (tokens := output_tokens.get(request.id, 0.0)) <= 0:
+                continue
             ran_s = engine.served_s(run, self.now_s)
-            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s, decode_s):
+            if request.background:
+                queues.items.answered(self.now_s, ran_s, tokens)
+            if queues.record_answer(run.queued, tokens, ran_s, decode_s):
                 trust, r = queues.binning.trust, queues.binning.trust.rank_correlation
                 self.actions.append(ReportTrust(trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)
@@ -168,8 +188,7 @@ class RequestBook:
         if was_proven or queues is None or self._times is None:
             return
         if all(self.now_s < other.proven_until_s(model) for other in queues.engines):
-            for queued in queues.all_waiting():  # the new pace changes when the requests become late
-                self.deadlines.watch(queued, self.now_s)
+            self.watch_all(queues)  # the new pace changes when the requests become late
 
     def run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
         """Put a batch's requests back among the formed batches; fail those without retries left. avoid : the engine."""

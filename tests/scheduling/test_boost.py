@@ -161,9 +161,9 @@ def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
     queues, load = scheduler.queues(""), load_of(scheduler)
     waiting = queues.all_waiting()
     assert {request.room_s for request in waiting} == {load.waits.room_s}
-    assert load.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
+    assert queues.amount.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
     run_dry(scheduler, next(iter(scheduler.engines["gpu0"].running)), 1.0)
-    assert load.work_us == 0
+    assert queues.amount.work_us == 0
 
 
 SLICE = 16  # formed batches that are sorted again in one go, in these tests

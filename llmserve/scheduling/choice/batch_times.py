@@ -142,40 +142,48 @@ class Deadlines:
         self.next_at_s: float | None = None
         self._late_at_s = late_at_s
         self._heap: list[tuple[float, int]] = []  # (time at which it is late, request id); may hold requests that left
+        self._times: dict[int, float] = {}  # of the entry that counts, the earliest, by request id
 
     def watch(self, queued: QueuedRequest, now_s: float) -> None:
-        """Watch a request that waits, or watch it by new batch times."""
-        at_s = self._late_at_s(queued, now_s)
-        if at_s is not None:
-            heapq.heappush(self._heap, (at_s, queued.request.id))
+        """Watch a request that waits, or watch it by new batch times. The earliest time counts, at which the time is
+        estimated again.
+        """
+        at_s, request_id = self._late_at_s(queued, now_s), queued.request.id
+        if at_s is not None and at_s < self._times.get(request_id, math.inf):
+            self._times[request_id] = at_s
+            heapq.heappush(self._heap, (at_s, request_id))
             self.next_at_s = self._heap[0][0]
 
     def clear(self) -> None:
         """Watch none of the requests any more."""
         self._heap.clear()
+        self._times.clear()
         self.next_at_s = None
 
     def late(self, requests: dict[int, QueuedRequest], now_s: float) -> Iterator[QueuedRequest]:
         """Yield each waiting request that is late. The caller must remove the request before it asks for the next."""
         while self._heap:
             at_s, request_id = self._heap[0]
-            queued = requests.get(request_id)
+            queued, counts = requests.get(request_id), at_s == self._times.get(request_id)
             waits = queued is not None and queued.run is None
-            if waits and at_s > now_s:
+            if waits and counts and at_s > now_s:
                 break
             heapq.heappop(self._heap)  # the time has come, or the request no longer waits
+            if not counts:
+                continue
+            del self._times[request_id]
             if queued is None or not waits:
                 continue
             again_s = self._late_at_s(queued, now_s)  # estimate again: answers may be shorter now, or engines faster
             if again_s is None:
                 continue
             if again_s > now_s:
+                self._times[request_id] = again_s
                 heapq.heappush(self._heap, (again_s, request_id))
                 continue
             yield queued
         if len(self._heap) > 2 * len(requests) + ENTRIES_SPARE:  # drop entries of requests that have ended
-            # A request with several entries keeps the earliest.
-            alive = {id_: at_s for at_s, id_ in sorted(self._heap, reverse=True) if id_ in requests}
-            self._heap = [(at_s, id_) for id_, at_s in alive.items()]
+            self._times = {id_: at_s for id_, at_s in self._times.items() if id_ in requests}
+            self._heap = [(at_s, id_) for id_, at_s in self._times.items()]
             heapq.heapify(self._heap)
         self.next_at_s = self._heap[0][0] if self._heap else None

@@ -34,6 +34,13 @@ class Choice:
         self._alone = False
         self._prompts_over_s = self._pool.look_at_prompts(self._waiting_for, now_s) if self._pool.computing else ()
 
+    def _sort(self, waiting: Collection[ModelQueues]) -> None:
+        """Sort requests again that have changed, some of many, and form batches of the bins to which they moved."""
+        for queues in waiting:
+            if queues.dirty:
+                for queue in queues.sort_some():
+                    self._forming.form_early(queues, queue, self._now_s)
+
     def starts(self) -> Iterator[Start]:
         """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
         raise NotImplementedError

@@ -39,9 +39,7 @@ class FixedChoice(Choice):
 
     def starts(self) -> Iterator[Start]:
         startable = self._startable()
-        for queues in startable:
-            if queues.dirty:
-                queues.follow_load()
+        self._sort(startable)
         while startable:
             self._formed = False
             first, unformed = self._first(startable)

@@ -44,6 +44,7 @@ class MomentChoice(Choice):
         self._candidates = Candidates(group, forming, times, now_s, asks=asks)
 
     def starts(self) -> Iterator[Start]:
+        self._sort(self._group.tally.queues.values())
         names = deque(sorted(self._pool.free))
         held: list[str] = []  # engines on which requests that wait for memory hold others back
         left: list[str] = []  # engines on which no candidate is left

@@ -57,11 +57,14 @@ class DeadlineQueue(BinQueue):
             for queued in requests:
                 self.whole.remove(queued)
             return requests
-        ids = [request_id for _, request_id in self._row[start : start + count]]
-        if ids:
+        requests = [self.requests.pop(request_id) for _, request_id in self._row[start : start + count]]
+        if requests:
             self.changes += 1
-            del self._row[start : start + len(ids)]
-        return [self.requests.pop(request_id) for request_id in ids]
+            del self._row[start : start + len(requests)]
+        if self._arrivals:
+            for queued in requests:
+                self._leave_rows(queued)
+        return requests
 
     def from_deadline(self, deadline_s: float) -> Iterator[QueuedRequest]:
         """Requests due at `deadline_s` or later, by deadline. The queue must not change during the iteration."""

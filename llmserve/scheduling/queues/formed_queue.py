@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from itertools import chain
 
 from llmserve.scheduling.fair import Share
 from llmserve.scheduling.queues.waiting import ENTRIES_SPARE, Entry, FormedBatch, QueuedRequest
+
+SORTED_AT_ONCE = 512  # requests, and entries of a sub-queue, that are sorted again in one go
+PART = 64  # entries that leave a stale sub-queue together
+SORTED_BY_A_PUSH = 4  # stale entries: a push makes one entry more, so stale ones go faster than others come
 
 
 class FormedQueue:
@@ -20,12 +25,23 @@ class FormedQueue:
     for something else: that a long prompt is computed (prefills.py), or for a busy engine that has their prompt
     (placement.py), by its name. Only the first batch of each sub-queue is looked at, however many wait.
 
-    only : the sub-queue, while one share's batches wait, and none is returned or large; else []
+    Once the inputs of the keys have changed, all batches are stale: some at a time are sorted again, by `sort_some` and
+    by each push. Until then a batch keeps its former key in a stale sub-queue of its share.
+
+    tell : gives requests the inputs of their keys, before a stale batch gets its new one
+
+    stale : the stale sub-queues; {}: all keys are by the present inputs
+    only : the sub-queue, while one share's batches wait, and none is stale, returned or large; else []
     """
 
-    def __init__(self, key: Callable[[FormedBatch], float]) -> None:
-        self._key = key
+    def __init__(
+        self,
+        key: Callable[[FormedBatch], float],
+        tell: Callable[[Collection[QueuedRequest]], None] = lambda requests: None,
+    ) -> None:
+        self._key, self._tell = key, tell
         self._by_share: dict[Share, list[Entry]] = {}  # sub-queues: heaps whose first entries are valid; none is empty
+        self.stale: dict[Share, list[Entry]] = {}  # likewise
         self._large: dict[Share, list[Entry]] = {}  # of large batches
         self._behind: dict[tuple[Share, str], list[Entry]] = {}  # of batches that wait for something else: for what
         self._returned: list[FormedBatch] = []
@@ -36,13 +52,16 @@ class FormedQueue:
     def _note_only(self) -> None:
         """Set `only`. Call when sub-queues have come or gone, or `returned` has changed."""
         heaps = self._by_share
-        plain = len(heaps) == 1 and not (self._returned or self._large or self._behind)
+        plain = len(heaps) == 1 and not (self.stale or self._returned or self._large or self._behind)
         self.only = next(iter(heaps.values())) if plain else []
 
     def push(self, batch: FormedBatch) -> None:
-        self.hold(batch)
+        batch.hold()
+        self._requests += len(batch.requests)
         batch.key = self._key(batch)
         self._enter(batch)
+        if self.stale:
+            self.sort_some(SORTED_BY_A_PUSH)
 
     def _enter(self, batch: FormedBatch, *, large: bool = False, behind: str | None = None) -> None:
         """Give a batch an entry, which voids an earlier one. `_drop_void` must follow if there was an earlier one."""
@@ -58,9 +77,20 @@ class FormedQueue:
             heap = self._behind.setdefault((batch.share, behind), [])
             self._note_only()
         heapq.heappush(heap, entry)
-        if len(heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
+        if len(heap) > 2 * batch.share.waiting + ENTRIES_SPARE:  # a valid entry has a request of the share at least
+            self._clean(batch, heap)
+
+    def _clean(self, batch: FormedBatch, heap: list[Entry]) -> None:
+        """Remove the void entries of a sub-queue. heap : the sub-queue, in which the batch is"""
+        share = batch.share
+        if len(heap) <= SORTED_AT_ONCE or batch.passable:
             heap[:] = _valid(heap)
             heapq.heapify(heap)
+        elif share not in self.stale:
+            self.stale[share] = self._by_share.pop(share)
+            self._note_only()
+
+    # ---- sorting again ----
 
     def sort_again(self, batches: Iterable[FormedBatch]) -> None:
         """Sort batches, none empty, after the inputs of their keys have changed."""
@@ -76,49 +106,73 @@ class FormedQueue:
             self._drop_void(share)
 
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
-        """Re-sort after the ordering inputs changed. key : a new key function; None: the present one"""
-        key_of = self._key = key or self._key
-        fresh = self._entered()
-        for batch in self._returned:
-            batch.key = key_of(batch) if batch.requests else batch.key
-        heaps = self._by_share = {}
-        self._large, self._behind = {}, {}
-        for batch in fresh:
-            batch.key = key_of(batch)
-            share = batch.join_least_served()
-            entry = batch.key, batch.id, batch.serial, batch
-            if share in heaps:
-                heaps[share].append(entry)
+        """Re-sort at once after the ordering inputs changed. key : a new key function; None: the present one"""
+        self.mark_stale(key)
+        self.sort_some(self._requests)
+
+    def mark_stale(self, key: Callable[[FormedBatch], float] | None = None) -> None:
+        """Have all batches sorted again by `sort_some`, and those that others may pass with the others. key : a new key
+        function; None: the present one
+
+        Returned batches are sorted at once.
+        """
+        self._key = key or self._key
+        returned = [batch for batch in self._returned if batch.requests]
+        self._tell([queued for batch in returned for queued in batch.requests.values()])
+        for batch in returned:
+            batch.key = self._key(batch)
+        passable = [*self._large.items(), *[(share, heap) for (share, _), heap in self._behind.items()]]
+        for _, heap in passable:
+            for entry in heap:
+                entry[3].large, entry[3].behind = False, None
+        heaps = [*self._by_share.items(), *passable]
+        self._by_share, self._large, self._behind = {}, {}, {}
+        for share, heap in heaps:
+            if share in self.stale:
+                self.stale[share] += heap
+                heapq.heapify(self.stale[share])
             else:
-                heaps[share] = [entry]
-        for heap in heaps.values():
-            heapq.heapify(heap)
+                self.stale[share] = heap
         self._note_only()
+
+    def sort_some(self, count: int) -> None:
+        """Sort stale batches of about so many requests; all, where no more requests wait."""
+        left: float = count if self._requests > count else math.inf
+        while left > 0 and self.stale:
+            share = next(reversed(self.stale))
+            heap, part = self.stale[share], min(count, PART)
+            entries = heap[-part:]
+            if len(entries) < len(heap):
+                del heap[-part:]  # the others remain a heap
+            else:
+                del self.stale[share]
+            batches = [entry[3] for entry in _valid(entries)]
+            self._sort_in(batches)
+            left -= len(entries) + sum([len(batch.requests) - 1 for batch in batches])
+        if not self.stale:
+            self._note_only()
+
+    def _sort_in(self, batches: list[FormedBatch]) -> None:
+        """Give stale batches, which have left their sub-queues, new keys and places."""
+        self._tell([queued for batch in batches for queued in batch.requests.values()])
+        key_of, by_share = self._key, self._by_share
+        fresh: dict[Share, list[Entry]] = {}
+        for batch in batches:
+            batch.key = key_of(batch)
+            fresh.setdefault(batch.join_least_served(), []).append((batch.key, batch.id, batch.serial, batch))
+        for share, entries in fresh.items():
+            heap = by_share.setdefault(share, [])
+            if len(heap) < 4 * len(entries):
+                heap += entries
+                heapq.heapify(heap)
+            else:
+                for entry in entries:
+                    heapq.heappush(heap, entry)
 
     def _entered(self) -> list[FormedBatch]:
         """The batches with a valid entry, in no order."""
-        return [entry[3] for entry in _valid(self._entries())]
-
-    def _entries(self) -> Iterator[Entry]:
-        """All entries, also void ones."""
-        return chain(*self._by_share.values(), *self._large.values(), *self._behind.values())
-
-    def snapshot(self) -> list[Entry]:
-        """All entries, also void ones, for `sort_slice`; of a sub-queue nearly the last first."""
-        entries = list(self._entries())
-        entries.reverse()
-        return entries
-
-    def sort_slice(self, snapshot: list[Entry], count: int, tell: Callable[[Iterable[QueuedRequest]], None]) -> None:
-        """Sort the batches of the last `count` entries of a snapshot, which are removed from it, and of all returned
-        batches at its end. tell : gives requests the inputs of their keys
-        """
-        batches = [entry[3] for entry in snapshot[-count:] if entry[3].requests]
-        del snapshot[-count:]
-        if not snapshot:
-            batches += [batch for batch in self._returned if batch.requests]
-        tell(chain.from_iterable([batch.requests.values() for batch in batches]))
-        self.sort_again(batches)
+        heaps = (self._by_share, self.stale, self._large, self._behind)
+        return [entry[3] for heap_of in heaps for heap in heap_of.values() for entry in _valid(heap)]
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -177,15 +231,16 @@ class FormedQueue:
 
     def fresh(self, share: Share | None = None) -> FormedBatch | None:
         """The first batch that was not moved apart; None: there is none. share : None: of any share"""
-        heaps = self._by_share
         if share is not None:
-            return heaps[share][0][3] if share in heaps else None
-        return min([heap[0] for heap in heaps.values()])[3] if heaps else None
+            firsts = [heaps[share][0] for heaps in (self._by_share, self.stale) if share in heaps]
+        else:
+            firsts = [heap[0] for heap in chain(self._by_share.values(), self.stale.values())]
+        return min(firsts)[3] if firsts else None
 
     @property
     def has_fresh(self) -> bool:
         """Whether a batch waits that was not moved apart."""
-        return bool(self._by_share)
+        return bool(self._by_share or self.stale)
 
     @property
     def passable(self) -> list[FormedBatch]:
@@ -232,7 +287,10 @@ class FormedQueue:
         """Take the first `count` requests out of a batch."""
         leaving = batch.take(count)
         self._requests -= len(leaving)
-        self._follow_shares(batch)
+        if batch.requests:
+            self._follow_shares(batch)
+        else:
+            self._drop_void(batch.share)
         return leaving
 
     def _follow_shares(self, batch: FormedBatch) -> None:
@@ -248,11 +306,17 @@ class FormedQueue:
 
     def _drop_void(self, share: Share) -> None:
         """Pop void entries, so that the first batch of each of the share's sub-queues holds a request."""
-        for heaps in (self._by_share, self._large) if self._large else (self._by_share,):
+        heap = self._by_share.get(share)
+        if heap is not None and not _tidied(heap):
+            del self._by_share[share]
+            self._note_only()
+        if not (self.stale or self._large or self._behind):
+            return
+        for heaps in (self.stale, self._large):
             if (heap := heaps.get(share)) is not None and not _tidied(heap):
                 del heaps[share]
                 self._note_only()
-        for key in [key for key in self._behind if key[0] is share] if self._behind else ():
+        for key in [key for key in self._behind if key[0] is share]:
             if not _tidied(self._behind[key]):
                 del self._behind[key]
                 self._note_only()
@@ -260,16 +324,14 @@ class FormedQueue:
 
 def _tidied(heap: list[Entry]) -> bool:
     """Pop void entries from the front. Returns whether any entry is left."""
-    while heap and not _is_valid(heap[0]):
+    while heap:
+        _, _, serial, batch = heap[0]
+        if serial == batch.serial and batch.requests:
+            return True
         heapq.heappop(heap)
-    return bool(heap)
+    return False
 
 
 def _valid(entries: Iterable[Entry]) -> list[Entry]:
     """The entries whose batches hold a request, and have no later entry."""
     return [entry for entry in entries if entry[2] == entry[3].serial and entry[3].requests]
-
-
-def _is_valid(entry: Entry) -> bool:
-    """Whether the entry's batch holds a request, and has no later entry."""
-    return bool(entry[3].requests) and entry[2] == entry[3].serial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -14,14 +14,18 @@ from llmserve.scheduling.fair import FairShares, Share
 from llmserve.scheduling.load import Load
 from llmserve.scheduling.prefills import is_long
 from llmserve.scheduling.queues.binning import Binning
-from llmserve.scheduling.queues.formed_queue import FormedQueue
+from llmserve.scheduling.queues.formed_queue import SORTED_AT_ONCE, FormedQueue
 from llmserve.scheduling.queues.oldest import Oldest
-from llmserve.scheduling.queues.waiting import Amount, BinQueue, Entry, FormedBatch, QueuedRequest, turn_of_arrival
+from llmserve.scheduling.queues.waiting import Amount, BinQueue, FormedBatch, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import ItemService, ServiceTime
 from llmserve.scheduling.release import Plans, Release
 from llmserve.scheduling.work import PromptTime, Work
 
-SORTED_AT_ONCE = 512  # formed batches of a queue that are sorted again in one go
+BINNED_AT_ONCE = 32  # requests in bins that are sorted again in one go, where more than SORTED_AT_ONCE wait there
+CHANGE_COSTS = 4  # sorts: what a change of a request costs as it is sorted
+
+
+Change = Callable[[Iterable[QueuedRequest]], None]
 
 
 class Tally:
@@ -57,15 +61,15 @@ class ModelQueues:
     """The queues of one model. All times are seconds on the scheduler's clock.
 
     model       its name
-    release     decides when a bin releases a batch (scheduling/release.py)
+    release     decides when a bin releases a batch (scheduling/release.py).  at_once : as the release has it
     binning     which bin a request waits in
     formed      batches that wait for an engine
     load        for orders that follow the load; None for others
     plans       asks for plans, and follows them; None unless the release does
     service     times of answers, with their prompts.  prompts : of the prompts alone
     items       times of batch items, which run in slots left by online requests
-    dirty       whether sort keys are of an earlier load: a dispatch calls follow_load before it looks for
-                the next request
+    dirty       whether waiting requests are to be sorted again: a dispatch calls sort_some before it looks for the
+                next request
     bins        a queue for each bin; queue : makes one, by its index
     fair        the shares that compete for the model's engines; models that share an engine have the same
     tally       counts waiting requests of all models
@@ -89,10 +93,13 @@ class ModelQueues:
     ) -> None:
         self.model, self.tally = model, tally or Tally()
         self.binning, self.release, self.plans = binning, release, plans
+        self.at_once = release.at_once
         self.service, self.prompts, self.items = ServiceTime(), PromptTime(), ItemService()
-        self.formed, self.load, self.dirty = FormedQueue(order.batch_key), Load() if order.follows_load else None, False
+        self.formed, self.load = FormedQueue(order.batch_key, self.tell), Load() if order.follows_load else None
         self.bins = [queue(index) for index in range(binning.edges.bins)]
-        self._unsorted: list[Entry] | None = None  # of batches with stale keys; None: all, and the bins, too
+        self.dirty = self._changed = False  # the second: whether a further sort has to begin
+        self._unsorted: list[QueuedRequest] = []  # requests of the bins that are still to be sorted; some may have left
+        self._changes: list[Change] = []  # that requests go through as they are sorted
         self.fair = FairShares()
         self.waiting, self.amount = 0, Amount()  # requests in bins and in formed batches, and what they have to do
         self.present = 0  # requests that wait or run
@@ -110,7 +117,7 @@ class ModelQueues:
         if not any(engine.loaded is not None for engine in ready):
             self.oldest = None
         elif self.oldest is None:
-            self.oldest = Oldest(self._in_no_order())
+            self.oldest = Oldest(self.in_no_order())
         if any(engine.circuit.closed for engine in ready):
             self.no_engine_since_s = None
         elif self.no_engine_since_s is None:
@@ -124,14 +131,9 @@ class ModelQueues:
         self.waiting += number
         self.tally.waiting += number
         for queued in requests:
-            self._count_work(queued, sign)
+            self.amount.add(queued, sign)
         if not self.waiting:
             del self.tally.queues[self.model]
-
-    def _count_work(self, queued: QueuedRequest, sign: int) -> None:
-        self.amount.add(queued, sign)
-        if self.load is not None:
-            self.load.work_us += sign * queued.work_us
 
     @property
     def waiting_s(self) -> float:
@@ -145,7 +147,9 @@ class ModelQueues:
     # ---- arrivals ----
 
     def admit(self, request: Request, now_s: float, cached_tokens: float = 0.0) -> tuple[QueuedRequest, BinQueue]:
-        """Put a new request into its bin. Returns the queued request and the bin. cached_tokens : see QueuedRequest"""
+        """Count a new request as waiting, which the caller puts into its bin, or into a batch. Returns the queued
+        request and the bin. cached_tokens : see QueuedRequest
+        """
         binning, plans = self.binning, self.plans
         score = binning.score(request)
         bin_index = binning.observe(score)
@@ -155,11 +159,10 @@ class ModelQueues:
         queued = self._queued(request, queue.index, score, now_s, cached_tokens)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
-            if load.arrive(queued, ahead, self.all_slots):
-                self.dirty, self._unsorted = True, None
+            if load.arrive(queued, self.amount.work_us, ahead, self.all_slots):
+                self.dirty = self._changed = True
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))
-        queue.append(queued)
         self._count((queued,))
         if self.oldest is not None:
             self.oldest.add(queued)
@@ -175,14 +178,11 @@ class ModelQueues:
     def _queued(
         self, request: Request, bin_index: int, score: float | None, now_s: float, cached_tokens: float = 0.0
     ) -> QueuedRequest:
-        seconds, mean, forecast = (
-            self.service.seconds_per_token,
-            self.service.tokens_mean,
-            self.binning.forecast(request),
-        )
+        mean, forecast = self.service.tokens_mean, self.binning.forecast(request)
         expected = forecast or mean
         likely = self.load.likely_tokens(forecast, mean) if self.load is not None else expected
-        work = self.work(likely, request.prompt_tokens, cached_tokens)
+        answer_s, prompt_s = self.work(likely, request.prompt_tokens, cached_tokens)
+        service_s = answer_s + prompt_s
         return QueuedRequest(
             request,
             bin_index,
@@ -190,10 +190,11 @@ class ModelQueues:
             score,
             expected,
             likely,
-            work.seconds,
-            mean * seconds,
+            service_s,
+            mean * self.service.seconds_per_token,
             request.total_tokens(expected),
-            prompt_s=work.prompt_s,
+            work_us=round(1e6 * service_s),
+            prompt_s=prompt_s,
             cached_tokens=cached_tokens,
             guessed=not forecast,
         )
@@ -217,37 +218,72 @@ class ModelQueues:
         self._count(requests)
 
     def reorder(self, order: Ordering) -> None:
-        """Sort all waiting requests by another order."""
-        self.load = (self.load or Load(self._in_no_order())) if order.follows_load else None
-        if self.load is not None:
-            self.load.tell(self._in_no_order())
-        self.sort_again(order)
+        """Sort all waiting requests by another order: at once, or many as sort_some does."""
+        self.load = (self.load or Load()) if order.follows_load else None
+        self._begin_sort(order)
+        self.dirty = True
+        if self.waiting <= SORTED_AT_ONCE:
+            self.sort_some()
 
-    def sort_again(self, order: Ordering | None = None) -> None:
-        """Sort all waiting requests, each within its bin and batch. order : a new one"""
-        self.dirty = False
-        self.formed.sort_all(order.batch_key if order is not None else None)
-        for queue in self.bins:
-            queue.sort_all(order.turn if order is not None else None)
+    def keys_changed(self) -> None:
+        """Have all waiting requests sorted again, because the inputs of their keys have changed."""
+        self.dirty = self._changed = True
 
-    def follow_load(self) -> None:
-        """Sort waiting requests again after the load has changed.
+    def sort_some(self) -> list[BinQueue]:
+        """Sort waiting requests again that have changed: all of them, or some of many, and the others in later calls.
+        Returns the bins that got requests of other bins.
 
-        Of many formed batches SORTED_AT_ONCE are sorted, and the others in later calls: a sort of ten thousand would
-        hold up the event loop. Until then they have keys of an earlier load, which are comparable (orders.boosted).
+        A sort of ten thousand would hold up the event loop. Until the last call some have keys of an earlier load,
+        which are comparable (orders.boosted), or of the order before.
         """
-        assert self.load is not None, "the order follows no load"
-        if len(self.formed) <= SORTED_AT_ONCE:
-            self.load.tell(self._in_no_order())
-            self.sort_again()
-            return
-        if self._unsorted is None:
-            self.load.tell(chain(*self.bins))
+        if self._changed and not (self.formed.stale or self._unsorted):
+            self._begin_sort()
+        self.formed.sort_some(SORTED_AT_ONCE // CHANGE_COSTS if self._changes else SORTED_AT_ONCE)
+        grown = {}
+        for queued in self._unsorted[-BINNED_AT_ONCE:]:
+            if queued.request.id in self.bins[queued.bin].requests and (queue := self._sort_again(queued)) is not None:
+                grown[queue.index] = queue
+        del self._unsorted[-BINNED_AT_ONCE:]
+        self.dirty = self._changed or bool(self.formed.stale or self._unsorted)
+        if not self.dirty:
+            self._changes.clear()
+        return list(grown.values())
+
+    def _sort_again(self, queued: QueuedRequest) -> BinQueue | None:
+        """Sort a request of a bin again. Returns the bin to which it moves; None: it stays."""
+        queue = self.bins[queued.bin]
+        if self._bin_of(queued) == queue.index and queued.share.among is self.fair:
+            queue.lift(queued)
+            self.tell((queued,))
+            queued.sort_length = self.binning.sort_length(queued)
+            queue.put_down(queued)
+            return None
+        queue.remove(queued)
+        self.tell((queued,))
+        self._sort_in(queued)
+        self.bins[queued.bin].put_back((queued,))
+        return self.bins[queued.bin]
+
+    def _begin_sort(self, order: Ordering | None = None) -> None:
+        """Begin to sort all waiting requests, each within its bin and batch. order : a new one"""
+        self._changed = False
+        self.formed.mark_stale(order.batch_key if order is not None else None)
+        self._unsorted = list(chain(*self.bins))
+        if order is not None:
+            for queue in self.bins:
+                queue.order_by(order.turn)
+        if len(self._unsorted) <= SORTED_AT_ONCE and not self._changes:
+            self.tell(self._unsorted)
+            self._unsorted.clear()
             for queue in self.bins:
                 queue.sort_all()
-            self._unsorted = self.formed.snapshot()
-        self.formed.sort_slice(self._unsorted, SORTED_AT_ONCE, self.load.tell)
-        self.dirty = bool(self._unsorted)
+
+    def tell(self, requests: Collection[QueuedRequest]) -> None:
+        """Give waiting requests that are in no queue the inputs of their keys, with all that has changed for them."""
+        for change in self._changes:
+            change(requests)
+        if self.load is not None:
+            self.load.tell(requests)
 
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
@@ -329,16 +365,15 @@ class ModelQueues:
 
     def _expect(self, queued: QueuedRequest, tokens: float) -> None:
         """Give a waiting request another forecast."""
-        self._count_work(queued, -1)
+        self.amount.add(queued, -1)
         queued.expect(tokens, self.load.likely_tokens(tokens, tokens) if self.load is not None else tokens)
-        self._count_work(queued, 1)
+        self.amount.add(queued)
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, requests: Iterable[QueuedRequest]) -> None:
         """Give waiting requests the calibrated meaning of their forecasts."""
-        for queued in self._in_no_order():
+        for queued in requests:
             if tokens := self.binning.forecast(queued.request):
                 self._expect(queued, tokens)
-        self.dirty, self._unsorted = True, None
 
     def _pace(self) -> float:
         """Mean pace of the engines; 1 without engines."""
@@ -353,7 +388,12 @@ class ModelQueues:
         queued.bin, queued.sort_length = self._bin_of(queued), self.binning.sort_length(queued)
 
     def sort_into_queues(self) -> None:
-        """Move each request of the bins to the bin where an equal new request would wait, in order of arrival."""
+        """Move each request of the bins to the bin where an equal new request would wait, in order of arrival; of many,
+        in later calls of `sort_some`.
+        """
+        if self.waiting - len(self.formed) > SORTED_AT_ONCE:
+            self._unsorted, self.dirty = list(chain(*self.bins)), True
+            return
         waiting = sorted([queued for queue in self.bins for queued in queue.take_all()], key=turn_of_arrival)
         for queued in waiting:
             self._sort_in(queued)
@@ -392,20 +432,29 @@ class ModelQueues:
     def compete(self, fair: FairShares) -> None:
         """Let the shares of this model compete with the shares of other models on the same engines."""
         self.fair = fair
-        for queued in list(self._in_no_order()):
-            queued.share.leave()
-            self._join_share(queued)
+        if self.waiting > SORTED_AT_ONCE:
+            self._changes.append(self._join_again)
+            self.keys_changed()
+            return
+        self._join_again(self.in_no_order())
         self.formed.sort_all()
         for queue in self.bins:
             queue.divide()
 
+    def _join_again(self, requests: Iterable[QueuedRequest]) -> None:
+        """Let waiting requests leave shares that compete here no more."""
+        for queued in requests:
+            if queued.share.among is not self.fair:
+                queued.share.leave()
+                self._join_share(queued)
+
     def all_waiting(self) -> list[QueuedRequest]:
         """All waiting requests in order of arrival, without those of reserved batches."""
-        return sorted(self._in_no_order(), key=turn_of_arrival)
+        return sorted(self.in_no_order(), key=turn_of_arrival)
 
-    def _in_no_order(self) -> Iterator[QueuedRequest]:
+    def in_no_order(self) -> list[QueuedRequest]:
         """The requests of `all_waiting`, in no order."""
-        return chain(*self.bins, self.formed)
+        return [*chain(*self.bins), *self.formed]
 
     def record_answer(
         self, queued: QueuedRequest, output_tokens: float, ran_s: float, decode_s: float | None = None
@@ -421,7 +470,11 @@ class ModelQueues:
         else:
             self.prompts.observe(max(0.0, ran_s - decode_s), 1.0, request.prompt_tokens, cached_tokens)
         if self.load is not None and self.load.answered(queued, output_tokens):
-            self._calibrate()
+            if self.waiting <= SORTED_AT_ONCE:
+                self._calibrate(self.in_no_order())
+            else:
+                self._changes.append(self._calibrate)
+            self.keys_changed()
         if self.plans is not None:
             self.plans.answered()
         self.bins[queued.bin].answered(queued, output_tokens)

@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import ClassVar
 
 import msgspec
@@ -29,6 +28,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     cached_tokens    of the prompt: what the engine that has most of it in its cache need not compute; once the request
                      runs, its engine; once it has ended, what the engine has told, if anything
     service_s        likely time on a slot, by the seconds a token at the arrival; service_mean_s : of the mean answer
+    work_us          service_s in microseconds; whole, so that sums return to exactly zero
     prompt_s         part of service_s that the prompt takes
     guessed          whether the answer has no forecast, so that it counts as the mean answer
     total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
@@ -56,6 +56,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     service_mean_s: float = 1.0
     total_tokens: int = 0
     sort_length: float = 0.0
+    work_us: int = 0
     prompt_s: float = 0.0
     cached_tokens: float = 0.0
     room_s: float = 0.0
@@ -81,11 +82,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
         return math.inf if deadline_s is None else deadline_s
 
     @property
-    def work_us(self) -> int:
-        """service_s in microseconds; whole, so that sums return to exactly zero."""
-        return round(1e6 * self.service_s)
-
-    @property
     def cost(self) -> float:
         """Forecast cost to the share, weighted tokens."""
         return self.cost_of(self.request.choices * self.likely_tokens)
@@ -97,6 +93,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def expect(self, tokens: float, likely: float) -> None:
         """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
+        self.work_us = round(1e6 * self.service_s)
         self.expected_tokens, self.likely_tokens, self.guessed = tokens, likely, False
         self.total_tokens = self.request.total_tokens(tokens)
 
@@ -128,18 +125,19 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
 
 class Amount:
-    """What requests have to do, in quantities of which the seconds are learnt later, too; whole, so that sums return to
-    exactly zero.
+    """What requests have to do, in quantities of which the seconds are learnt later, too, and in microseconds by the
+    speeds at the arrivals; whole, so that sums return to exactly zero.
 
-    guessed  answers without a forecast.  tokens : likely, of the others.  prompt_us : of a slot
+    guessed  answers without a forecast.  tokens : likely, of the others.  prompt_us : of a slot.  work_us : of all
     """
 
-    __slots__ = ("guessed", "prompt_us", "tokens")
+    __slots__ = ("guessed", "prompt_us", "tokens", "work_us")
 
     def __init__(self) -> None:
-        self.guessed = self.tokens = self.prompt_us = 0
+        self.guessed = self.tokens = self.prompt_us = self.work_us = 0
 
     def add(self, queued: QueuedRequest, sign: int = 1) -> None:
+        self.work_us += sign * queued.work_us
         if queued.guessed:
             self.guessed += sign
         else:
@@ -179,11 +177,11 @@ class Run(msgspec.Struct, eq=False):
 
 class BinQueue:
     """The requests of one bin, in order of arrival. Every operation costs O(1) however many requests wait; where these
-    have deadlines, a change costs O(log n) comparisons and moves at most n list entries.
+    have deadlines, or some have come back, a change costs O(log n) comparisons and moves at most n list entries.
 
     Where requests of several shares wait, each taken batch is dealt between the shares (scheduling/fair.py).
 
-    requests     by id, in order of arrival
+    requests     by id; in order of arrival, unless some have come back
     changes      number of additions and removals so far
     engines      number of engines that serve the requests
     by_deadline  whether requests without a deadline have a place in the order of deadlines, too
@@ -201,16 +199,21 @@ class BinQueue:
         self.parts: dict[Share, BinQueue] = {}
         self.share = NOBODY
         self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending, of requests with a deadline
+        self._arrivals: list[tuple[float, int]] = []  # (arrival, request id), ascending; []: none has come back
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
+        if self._arrivals:
+            return (self.requests[request_id] for _, request_id in self._arrivals)
         return iter(self.requests.values())
 
     @property
     def oldest_at_s(self) -> float:
         """Arrival of the request that has waited longest. The queue must not be empty."""
+        if self._arrivals:
+            return self._arrivals[0][0]
         return next(iter(self.requests.values())).arrived_at_s
 
     @property
@@ -227,6 +230,8 @@ class BinQueue:
         self.changes += 1
         if request.deadline_s is not None or self.by_deadline:
             self._enter_row(queued)
+        if self._arrivals:
+            insort(self._arrivals, turn_of_arrival(queued))
 
     # ---- shares ----
 
@@ -236,11 +241,25 @@ class BinQueue:
 
     def _join_part(self, queued: QueuedRequest) -> None:
         """Put a request into the part of its share, before it joins the queue."""
-        for other in (queued,) if self.parts else (*self.requests.values(), queued):
-            part = self.parts.get(other.share)
-            if part is None:
-                part = self.parts[other.share] = self.new_part()
-            part.append(other)
+        if not self.parts:
+            self._copy_to(self.part_of(self.share))
+        part = self.part_of(queued.share)
+        if self._arrivals:
+            part.put_back((queued,))
+        else:
+            part.append(queued)
+
+    def part_of(self, share: Share) -> BinQueue:
+        """The part of a share, made on first use."""
+        part = self.parts.get(share)
+        if part is None:
+            part = self.parts[share] = self.new_part()
+        return part
+
+    def _copy_to(self, part: BinQueue) -> None:
+        """Let an empty queue, the only part, have the same requests in the same order."""
+        part.requests, part.share = self.requests.copy(), self.share
+        part._row, part._arrivals = self._row.copy(), self._arrivals.copy()
 
     def _leave_part(self, queued: QueuedRequest) -> None:
         """Remove a request, which has left the queue, from the part of its share."""
@@ -272,15 +291,11 @@ class BinQueue:
     # ---- requests that come back or leave ----
 
     def put_back(self, requests: Sequence[QueuedRequest]) -> None:
-        """Insert requests by their arrival times. O(n) in the requests that arrived before the last of them."""
-        last = max([turn_of_arrival(queued) for queued in requests])
-        before = list(takewhile(lambda other: turn_of_arrival(other) < last, self))
-        for queued in requests:
+        """Insert requests by their arrival times. The first that come back cost O(n)."""
+        for queued in sorted(requests, key=turn_of_arrival):
+            if self.requests and not self._arrivals:
+                self._arrivals = sorted([turn_of_arrival(other) for other in self])
             self.append(queued)
-        for queued in sorted([*before, *requests], key=turn_of_arrival, reverse=True):
-            self.requests.move_to_end(queued.request.id, last=False)
-        if self.parts:
-            self.divide()
 
     def divide(self) -> None:
         """Divide the requests between the shares again, after their order or their shares have changed."""
@@ -288,14 +303,13 @@ class BinQueue:
         requests = list(self)
         self.share = requests[0].share if requests else NOBODY
         if any(queued.share is not self.share for queued in requests):
-            self.parts = {share: self.new_part() for share in dict.fromkeys([queued.share for queued in requests])}
             for queued in requests:
-                self.parts[queued.share].append(queued)
+                self.part_of(queued.share).append(queued)
 
     def remove(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
         self.changes += 1
-        self._forget_deadline(queued)
+        self._leave_rows(queued)
         if self.parts:
             self._leave_part(queued)
 
@@ -308,26 +322,33 @@ class BinQueue:
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
         """Learn from the answer of a request that waited here."""
 
-    def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
-        """Re-sort after the ordering inputs changed. turn : a new sort key; None: the present one"""
+    def order_by(self, turn: Callable[[QueuedRequest], float]) -> None:
+        """Sort by another key from now on; those that wait have to be sorted again."""
+
+    def sort_all(self) -> None:
+        """Sort again after the inputs of the keys have changed."""
 
     def take_all(self) -> list[QueuedRequest]:
         """Take all requests, in order of arrival."""
         self.changes += 1
-        requests = list(self.requests.values())
+        requests = list(self)
         self.requests.clear()
         self.parts.clear()
         self._row.clear()
+        self._arrivals.clear()
         return requests
 
     def take(self, count: int) -> list[QueuedRequest]:
         if self.parts:
             return self.take_dealt(((share, part.in_turn()) for share, part in by_turn(self.parts)), count)
         self.changes += 1
-        requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
-        if self._row:
+        if self._arrivals:
+            requests = [self.requests.pop(request_id) for _, request_id in self._arrivals[:count]]
+        else:
+            requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
+        if self._row or self._arrivals:
             for queued in requests:
-                self._forget_deadline(queued)
+                self._leave_rows(queued)
         return requests
 
     def _enter_row(self, queued: QueuedRequest) -> None:
@@ -337,11 +358,14 @@ class BinQueue:
         else:
             self._row.append(entry)
 
-    def _forget_deadline(self, queued: QueuedRequest) -> None:
+    def _leave_rows(self, queued: QueuedRequest) -> None:
+        """Remove a request, which has left the queue, from the rows by deadline and by arrival."""
         row, entry = self._row, (queued.deadline_s, queued.request.id)
         place = bisect_left(row, entry)
         if place < len(row) and row[place] == entry:
             del row[place]
+        if self._arrivals:
+            del self._arrivals[bisect_left(self._arrivals, turn_of_arrival(queued))]
 
 
 class FormedBatch:

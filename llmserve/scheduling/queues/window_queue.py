@@ -34,6 +34,7 @@ class WindowQueue(BinQueue):
         self._turn = turn
         self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of the window's requests
         self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
+        self._turns: dict[int, float] = {}  # these turns, by id: a request's turn may have changed since
         self._turns_beyond: dict[int, float] = {}  # turns of the requests beyond the window, by id
         self._beyond: list[tuple[float, int]] = []  # heap of the same (turn, request id), and of some that have left
         self._cutting = Cutting()
@@ -48,6 +49,12 @@ class WindowQueue(BinQueue):
 
     def new_part(self) -> WindowQueue:
         return WindowQueue(self.index, self.window, self._turn)
+
+    def _copy_to(self, part: BinQueue) -> None:
+        super()._copy_to(part)
+        assert isinstance(part, WindowQueue)
+        part._by_length, part._by_turn, part._turns = self._by_length.copy(), self._by_turn.copy(), self._turns.copy()
+        part._turns_beyond, part._beyond = self._turns_beyond.copy(), self._beyond.copy()
 
     def in_turn(self) -> Iterator[QueuedRequest]:
         """The requests of the window by turn: no others are dealt."""
@@ -68,6 +75,7 @@ class WindowQueue(BinQueue):
                 self._put_beyond(entry)
                 return
             last = self._by_turn.pop()
+            del self._turns[last[1]]
             self._leave_row(self.requests[last[1]])
             self._put_beyond(last)
         self._enter(entry, queued)
@@ -87,15 +95,17 @@ class WindowQueue(BinQueue):
                 self._beyond = [(turn, request_id) for request_id, turn in self._turns_beyond.items()]
                 heapq.heapify(self._beyond)
             return
-        entry = (self._turn(queued), queued.request.id)
-        place = bisect_left(self._by_turn, entry)
-        if place < len(self._by_turn) and self._by_turn[place] == entry:
-            del self._by_turn[place]
+        if queued.request.id in self._turns:
+            self._leave_turns(queued.request.id)
             self._leave_row(queued)
             self._fill()
 
-    def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
-        self._turn = turn or self._turn
+    def order_by(self, turn: Callable[[QueuedRequest], float]) -> None:
+        self._turn = turn
+        for part in self.parts.values():
+            part.order_by(turn)
+
+    def sort_all(self) -> None:
         for queued in self.take_all():
             self.append(queued)
 
@@ -109,6 +119,7 @@ class WindowQueue(BinQueue):
     def take_all(self) -> list[QueuedRequest]:
         self._by_length.clear()
         self._by_turn.clear()
+        self._turns.clear()
         self._beyond.clear()
         self._turns_beyond.clear()
         return super().take_all()
@@ -131,8 +142,8 @@ class WindowQueue(BinQueue):
         requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
         for queued in requests:
-            self._forget_deadline(queued)
-            del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
+            self._leave_rows(queued)
+            self._leave_turns(queued.request.id)
             if self.parts:
                 self._leave_part(queued)
         return requests
@@ -146,7 +157,7 @@ class WindowQueue(BinQueue):
         parts = ((share, part.in_turn()) for share, part in by_turn(self.parts))
         window = {queued.request.id: queued for queued in dealt(parts, self.window, count)}
         for entry in [entry for entry in self._by_turn if entry[1] not in window]:
-            del self._by_turn[bisect_left(self._by_turn, entry)]
+            self._leave_turns(entry[1])
             self._leave_row(self.requests[entry[1]])
             self._put_beyond(entry)
         for request_id, queued in window.items():
@@ -155,8 +166,12 @@ class WindowQueue(BinQueue):
         return next(iter(window.values()))
 
     def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
+        self._turns[entry[1]] = entry[0]
         insort(self._by_turn, entry)
         insort(self._by_length, (queued.sort_length, queued.request.id))
+
+    def _leave_turns(self, request_id: int) -> None:
+        del self._by_turn[bisect_left(self._by_turn, (self._turns.pop(request_id), request_id))]
 
     def _leave_row(self, queued: QueuedRequest) -> None:
         del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
