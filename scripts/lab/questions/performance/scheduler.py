@@ -104,7 +104,7 @@ class Load:
         self._case = case
         self._ids = itertools.count()
         self._stopping: list[tuple[str, int]] = []
-        self._running: list[tuple[str, Request]] = []
+        self.running: list[tuple[str, Request]] = []
         config = SchedulingConfig(**case.settings, queue_requests_max=10**9).resolved(barrier=case.barrier)
         self.scheduler = config.scheduler(self._lengths(1_000))
         for index in range(case.engines):
@@ -134,10 +134,10 @@ class Load:
             now_s = index * gap_s
             while self._stopping:
                 engine, id_ = self._stopping.pop()
-                self._running = [pair for pair in self._running if pair[1].id != id_]
+                self.running = [pair for pair in self.running if pair[1].id != id_]
                 yield now_s, RequestEnded(engine, id_, "cancelled")
-            if index % 2 and self._running:
-                engine, request = self._running.pop(int(self.rng.integers(len(self._running))))
+            if index % 2 and self.running:
+                engine, request = self.running.pop(int(self.rng.integers(len(self.running))))
                 yield now_s, RequestEnded(engine, request.id, "completed", request.predicted_tokens or 0.0)
             else:
                 yield now_s, RequestArrived(self.request(tokens, now_s))
@@ -145,7 +145,7 @@ class Load:
     def apply(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, StartBatch):
-                self._running += [(action.engine, request) for request in action.batch.requests]
+                self.running += [(action.engine, request) for request in action.batch.requests]
             elif isinstance(action, PreemptBatch):
                 self._stopping += [(action.engine, id_) for id_ in action.request_ids]
 
