@@ -12,7 +12,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from front import Front, StartFront, until
+from front import Front, StartFront, through_relays_too, until
 
 from llmserve.engines.timed.server import FakeEngine, Fault
 from llmserve.errors import ConfigError
@@ -29,6 +29,7 @@ def client(front: Front, key: str = "none") -> openai.AsyncOpenAI:
 # ---- the official client ----
 
 
+@through_relays_too
 async def test_the_official_client_chats(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -38,6 +39,7 @@ async def test_the_official_client_chats(start_front: StartFront) -> None:
     assert answer.usage.completion_tokens == 5
 
 
+@through_relays_too
 async def test_the_official_client_streams_without_usage_by_default(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -48,6 +50,7 @@ async def test_the_official_client_streams_without_usage_by_default(start_front:
     assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) == 5
 
 
+@through_relays_too
 async def test_the_official_client_gets_usage_at_the_end_of_a_stream_on_request(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -91,6 +94,7 @@ async def test_wrong_input_raises_the_official_clients_exceptions(start_front: S
 # ---- transparency ----
 
 
+@through_relays_too
 @pytest.mark.parametrize("stream", [False, True])
 async def test_bytes_are_passed_unchanged_in_both_directions(start_front: StartFront, stream: bool) -> None:
     data = b'{"model":"fake","messages":[{"role":"user","content":"h\\u00e9"}], "max_tokens":4, "top_k": 3%s}' % (
@@ -131,6 +135,7 @@ async def test_an_engine_that_goes_by_priority_gets_the_turn_of_each_request(sta
     assert [body["priority"] for body in bodies] == sorted({body["priority"] for body in bodies})
 
 
+@through_relays_too
 async def test_an_engines_refusal_keeps_its_status_body_and_retry_after(start_front: StartFront) -> None:
     body = b'{"error": {"message":"too hot",  "code": 7}}'
 
@@ -202,6 +207,7 @@ async def test_an_error_after_the_start_has_a_receipt(start_front: StartFront) -
             assert response.headers["x-llmserve-engine"] == engine.make_url("").authority
 
 
+@through_relays_too
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_a_stream_that_breaks_after_its_last_event_loses_no_event(start_front: StartFront, breaks: bool) -> None:
     """The event with the finish_reason is held back until the usage that llmserve requested."""
@@ -238,6 +244,7 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
     return dict(error)
 
 
+@through_relays_too
 async def test_a_full_queue_is_429_with_retry_after(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.5) as engine:
         front = await start_front(engine, slots=1, scheduling={"queue_requests_max": 1})
@@ -321,6 +328,7 @@ async def test_a_key_has_a_limit_of_requests_in_progress(start_front: StartFront
         await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1)
 
 
+@through_relays_too
 async def test_a_deadline_that_passes_in_the_queue_is_504_and_costs_no_engine(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.1) as engine:
         front = await start_front(engine, slots=1)
@@ -399,6 +407,7 @@ async def test_a_wrong_method_names_the_right_ones(start_front: StartFront) -> N
 # ---- clients that leave ----
 
 
+@through_relays_too
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_aborted_on_the_engine(start_front: StartFront, stream: bool) -> None:
     async with FakeEngine(step_s=0.05) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from front import Front, StartFront, until
+from front import Front, StartFront, through_relays_too, until
 
 from llmserve.engines.timed.server import FakeEngine, FakePace, Fault
 from llmserve.errors import ConfigError
@@ -48,6 +48,7 @@ def arrived(front: Front) -> list[Any]:
 # ---- official clients ----
 
 
+@through_relays_too
 async def test_the_openai_client_creates_and_streams_responses(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
@@ -128,6 +129,7 @@ def arrived_at(engine: FakeEngine) -> str:
     return engine.url.removeprefix("http://")
 
 
+@through_relays_too
 async def test_a_form_with_a_file_reaches_the_engine_as_it_came(start_front: StartFront) -> None:
     data = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n--y\r\n--x\r\n'
     data += b'Content-Disposition: form-data; name="model"\r\n\r\nfake\r\n--x--\r\n'
@@ -345,6 +347,7 @@ async def test_invented_models_open_few_lanes(start_front: StartFront, monkeypat
     assert front.cluster.fleet.route_queues == 0
 
 
+@through_relays_too
 async def test_a_response_goes_on_where_the_first_one_was(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.001) as one, FakeEngine(step_s=0.001) as other:
         front = await start_front(one, other)

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engines.lying import Answering, LyingEngine, http
-from front import Front, StartFront, until
+from front import Front, StartFront, through_relays_too, until
 from npm_clients import from_npm
 from pydantic import SecretStr
 from tap import tapping
@@ -65,6 +65,7 @@ async def busy(front: Front, engine: FakeEngine, tokens: int = 40) -> AsyncItera
     await running
 
 
+@through_relays_too
 async def test_a_stream_that_waits_gets_its_place_and_then_its_answer_unharmed(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.02) as engine:
         front = await start_front(engine, slots=1, **SOON)

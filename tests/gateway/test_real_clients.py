@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from front import Front, StartFront
+from front import Front, StartFront, through_relays_too
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.settings.tree import ServerConfig
@@ -59,6 +59,7 @@ async def test_javas_http_client_on_its_defaults_gets_answers(front: Front) -> N
     assert (await output("java", "-Xshare:auto", str(source), front.url)).split() == ["200"] * 27
 
 
+@through_relays_too
 @needs("curl")
 @pytest.mark.parametrize(
     "flags",
@@ -81,6 +82,7 @@ async def test_curl_that_asks_for_http_2_gets_its_answer(front: Front, flags: tu
     assert '"object":"list"' in text, "the second request on the same connection"
 
 
+@through_relays_too
 @needs("curl")
 async def test_curl_uploads_a_file_with_a_wish_for_http_2(front: Front, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
@@ -214,6 +216,7 @@ async def test_behind_nginx_streams_come_at_once_and_bodies_are_whole(
             await check_streams_at_once(engine, url)
 
 
+@through_relays_too
 @needs("haproxy")
 async def test_haproxys_default_check_finds_the_server_healthy_and_passes_requests(
     start_front: StartFront, tmp_path: Path

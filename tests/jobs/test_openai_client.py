@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from batch_client import client_of, create, ended, jsonl, request, rows
-from front import StartFront
+from front import StartFront, through_relays_too
 
 from llmserve.engines.timed.server import FakeEngine
 from llmserve.settings.tree import ServerConfig
 
 
+@through_relays_too
 async def test_a_batch_runs_through_the_servers_queue(start_front: StartFront, tmp_path: Path) -> None:
     requests = [request(number) for number in range(300)]
     data = jsonl(requests)

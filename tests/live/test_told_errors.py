@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from batch_client import client_of, create, ended, jsonl, request, rows
 from engines.lying import LyingEngine, chunked, dripping, http
-from front import Front, StartFront, until
+from front import Front, StartFront, through_relays_too, until
 
 from llmserve.engines.timed.answer import FakeAnswer, whole_stream
 from llmserve.engines.timed.server import FakeEngine
@@ -82,6 +82,7 @@ def learnt(front: Front) -> list[float]:
 # ---- streams ----
 
 
+@through_relays_too
 @pytest.mark.parametrize(("path", "error"), CASES)
 async def test_an_error_before_any_content_runs_elsewhere_and_is_the_engines_fault(
     path: str, error: bytes, start_front: StartFront
@@ -262,6 +263,7 @@ async def test_of_the_refusals_of_all_engines_the_client_gets_the_one_that_says_
         assert [len(engine.requests) for engine in engines] == [1] * 4
 
 
+@through_relays_too
 async def test_an_endpoint_that_one_engine_lacks_is_answered_by_the_other(start_front: StartFront) -> None:
     missing = http(b'{"detail": "Not Found"}', status="404 Not Found")
     async with LyingEngine(missing) as bad, FakeEngine(step_s=0.001) as good:
