@@ -8,7 +8,8 @@ c_i choices (each grows by one token a step) and r_i steps to go, the need just 
 
     sum over i with r_i >= r_j of (h_i + c_i r_j)
 
-and the peak is the largest of these over j.
+and the peak is the largest of these over j. What several of them have in common of their prompts is in the cache once,
+so it is subtracted as often as it is there too many.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.loaded_models import LoadedModels
 from llmserve.scheduling.memory import MemoryToken, is_oversize
 from llmserve.scheduling.prefills import Prefills
+from llmserve.scheduling.programs.ledger import Ledger
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.residency import Residency
 from llmserve.scheduling.rests import Rests
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
+AMPLE_SHARE = 0.25  # below this share nobody counts what prompts have in common
 RECHECK_S = 0.1  # after a request did not fit: it may fit later, as running requests approach their ends
 PACE_MEMORY = 32  # answers after which an observation's weight has fallen to a third
 PACE_SAME = 1e-6  # relative: smaller differences are rounding
@@ -102,7 +105,18 @@ class EngineState:
     """
 
     __slots__ = (
-        *("_counted_at_s", "_refused", "_steps", "circuit", "closed_to", "expected", "info", "known", "left_out"),
+        *(
+            "_counted_at_s",
+            "_ledger",
+            "_refused",
+            "_steps",
+            "circuit",
+            "closed_to",
+            "expected",
+            "info",
+            "known",
+            "left_out",
+        ),
         *("loaded", "memory_token", "models", "paces", "prefills", "ready", "rests", "running", "total_tokens"),
         "worker",
     )
@@ -118,6 +132,7 @@ class EngineState:
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.memory_token, self.prefills = MemoryToken(), Prefills()
         self.total_tokens = 0
+        self._ledger: Ledger | None = None  # of the running requests; None until the memory is short
         self._refused: dict[int, float] = {}  # by request id, ascending: the time before which it does not fit
         self._steps: dict[str, float] = {}  # by the name of a speed: steps so far of a refill engine, at that speed
         self._counted_at_s = 0.0
@@ -206,11 +221,22 @@ class EngineState:
         if now_s < self._refused.get(queued.request.id, now_s):
             return False
         needs = [_need(run.queued, now_s - run.started_at_s, seconds_per_token) for run in self.running.values()]
-        if peak_tokens([*needs, _need(queued, 0.0, seconds_per_token)]) <= tokens_max:
+        peak = peak_tokens([*needs, _need(queued, 0.0, seconds_per_token)])
+        if peak <= tokens_max or (queued.request.blocks and peak - self._in_common(queued) <= tokens_max):
             return True
         self._refused.pop(queued.request.id, None)  # its new time comes last
         self._refused[queued.request.id] = now_s + RECHECK_S
         return False
+
+    def _in_common(self, queued: QueuedRequest) -> int:
+        """Tokens by which the prompts of the running requests and of this one are more than the cache has of them."""
+        ledger = self._ledger
+        if ledger is None:
+            ledger = self._ledger = Ledger()
+            for run in self.running.values():
+                ledger.run(run.queued.request.id, run.queued.request.blocks, *run.queued.held())
+        need = ledger.need(queued.request.id, queued.request.blocks, *queued.held())
+        return self.total_tokens + queued.total_tokens - ledger.tokens - need
 
     def recheck_at_s(self, now_s: float) -> float | None:
         """When to check again whether a refused request fits; None: nothing was refused since the last change."""
@@ -240,6 +266,8 @@ class EngineState:
                 queued.cached_tokens,
             )
             self.total_tokens += queued.total_tokens
+            if self._ledger is not None:
+                self._ledger.run(queued.request.id, queued.request.blocks, *queued.held())
             if limited and (is_oversize(queued, self.info) or self.memory_token.holder is queued):
                 self.memory_token.start(queued, now_s)
         self.worker.running += len(requests)
@@ -277,6 +305,8 @@ class EngineState:
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
+            if self._ledger is not None:
+                self._ledger.drop(queued.request.id)
             if self.memory_token.holder is queued:
                 self.memory_token.end(now_s)
             if self.prefills:
@@ -285,6 +315,8 @@ class EngineState:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
         self._refused.clear()
+        if self._ledger is not None and self.total_tokens <= AMPLE_SHARE * (self.info.tokens_max or math.inf):
+            self._ledger = None
         if self.loaded is not None:
             loading = [self.weights(run.queued.request.model) for run in self.running.values() if run.loads]
             self.loaded.keep_loading(loading)

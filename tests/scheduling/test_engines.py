@@ -147,6 +147,38 @@ def test_a_request_that_fits_nowhere_runs_alone() -> None:
     assert placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 90.0), 1.0)) == [(1, "gpu0")]
 
 
+def shares(number: int, *own: int) -> Request:
+    """A request with an answer of 50 tokens, whose prompt begins with four blocks that all have, of 100 tokens each."""
+    blocks = (1, 2, 3, 4, *own)
+    return Request(number, 50.0, prompt_tokens=100.0 * len(blocks), blocks=blocks, block_tokens=100.0)
+
+
+def test_what_prompts_have_in_common_fills_the_cache_once() -> None:
+    """Of 1,000 tokens the prompts have 400 in common, and each request 66 of its own, with a block's rounding."""
+    scheduler = one_by_one("fffs", engine(slots=64, tokens_max=1_000))
+    assert len(placed(arrive(scheduler, *map(shares, range(16))))) == 9
+    assert len(placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 50.0), 0.0))) == 1
+
+
+def test_a_prompt_that_begins_otherwise_has_nothing_in_common() -> None:
+    scheduler = one_by_one("fffs", engine(slots=64, tokens_max=1_000))
+    arrive(scheduler, shares(0), shares(1))
+    other = Request(2, 50.0, prompt_tokens=500.0, blocks=(9, 2, 3, 4, 5), block_tokens=100.0)
+    assert placed(arrive(scheduler, other)) == []
+    assert placed(step(scheduler, RequestCancelled(2), 0.0)) == []
+    assert placed(arrive(scheduler, shares(3, 5))) == [(3, "gpu0")]
+
+
+def test_what_prompts_have_in_common_is_forgotten_once_the_memory_is_ample_and_counted_anew() -> None:
+    scheduler, number = one_by_one("fffs", engine(slots=64, tokens_max=1_000)), 0
+    for _ in range(3):
+        started = placed(arrive(scheduler, *map(shares, range(number, number + 9))))
+        assert len(started) == 9
+        for request_id, name in started:
+            step(scheduler, RequestEnded(name, request_id, "completed", 50.0), 0.0)
+        number += 9
+
+
 def test_every_engine_is_tried_for_memory() -> None:
     small, large = engine("a", slots=4, tokens_max=200), engine("b", slots=2, tokens_max=10_000)
     scheduler = new_scheduler(small, large, batch_size=1, order="fffs", release="greedy")

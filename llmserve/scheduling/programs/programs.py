@@ -179,7 +179,7 @@ class Programs:
             if program.engine != name and turn.holder > 0 and (before := self._ledgers.get(program.engine)) is not None:
                 before.drop(turn.holder)
             program.engine = name
-        ledger.run(turn.holder, request.blocks, *_rest(queued))
+        ledger.run(turn.holder, request.blocks, *queued.held())
         if (
             program is not None
             and len(ledger) == 1
@@ -229,7 +229,7 @@ class Programs:
         if tools and turn.holder > 0:
             pool_s = (engine.info.tokens_max or 0) * times.prompts.proven_s or POOL_S
             keep_s = self.tools.keep_s(tools, pool_s)
-            ledger.keep(turn.holder, _rest(queued, output_tokens)[1], now_s, now_s + keep_s)
+            ledger.keep(turn.holder, queued.held(output_tokens)[1], now_s, now_s + keep_s)
         else:
             ledger.drop(turn.holder)
         if (tokens_max := engine.info.tokens_max) is not None:
@@ -329,18 +329,10 @@ class Programs:
 
     def _need(self, queued: QueuedRequest, ledger: Ledger) -> int:
         request = queued.request
-        block_tokens, more = _rest(queued)
+        block_tokens, more = queued.held()
         return ledger.need(request.program or -request.id, request.blocks, block_tokens, more)
 
 
 def _is_kept(request: Request, ledger: Ledger) -> bool:
     """Whether tokens are kept for the request's program."""
     return bool(request.program) and ledger.is_kept(request.program)
-
-
-def _rest(queued: QueuedRequest, output_tokens: float | None = None) -> tuple[int, int]:
-    """Tokens of a block, and those that the request has beyond its blocks. output_tokens : None: by forecast"""
-    request = queued.request
-    block_tokens = max(1, round(request.block_tokens))
-    total = queued.total_tokens if output_tokens is None else math.ceil(request.prompt_tokens + output_tokens)
-    return block_tokens, max(0, total - len(request.blocks) * block_tokens)

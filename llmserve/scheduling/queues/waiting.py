@@ -90,6 +90,15 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Cost to the share, of what an engine must compute, weighted tokens. answer_tokens : of all choices"""
         return cost(max(0.0, self.request.prompt_tokens - self.cached_tokens), answer_tokens)
 
+    def held(self, answer_tokens: float | None = None) -> tuple[int, int]:
+        """Tokens of each block of the prompt, and of what the request holds beyond its blocks, as a Ledger counts them.
+        answer_tokens : None: by forecast
+        """
+        request = self.request
+        block_tokens = max(1, round(request.block_tokens))
+        total = self.total_tokens if answer_tokens is None else math.ceil(request.prompt_tokens + answer_tokens)
+        return block_tokens, max(0, total - len(request.blocks) * block_tokens)
+
     def expect(self, tokens: float, likely: float) -> None:
         """Take another forecast, at the same seconds a token. likely : mean tokens of answers of such forecasts"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
