@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[1]
 ON_GITHUB = re.compile(r"https://github\.com/llmserve/llmserve/(?:blob|tree)/main/(.+)")
 COUNTED = ("h1", "h2", "h3", "li", "pre", "td", "th", "img", "blockquote")
+CELLS = ("td", "th")  # only those with a text: a table without rows gets one of empty cells on the site
 
 
 class Read(HTMLParser):
@@ -29,6 +30,7 @@ class Read(HTMLParser):
         self.ids: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._in_article = False
+        self._cell = ""  # that has begun, without a text so far
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -36,10 +38,18 @@ class Read(HTMLParser):
         self._in_article |= tag == "article"
         self.links += [value for name in ("href", "src") if (value := values.get(name)) and tag != "link"]
         self.ids |= {value for value in (values.get("id"), values.get("name")) if value}
-        if self._in_article and tag in COUNTED:
+        if tag in CELLS:
+            self._cell = tag
+        elif self._in_article and tag in COUNTED:
             self.counts[tag] += 1
 
+    def handle_data(self, data: str) -> None:
+        if self._in_article and self._cell and data.strip():
+            self.counts[self._cell] += 1
+            self._cell = ""
+
     def handle_endtag(self, tag: str) -> None:
+        self._cell = "" if tag in CELLS else self._cell
         self._in_article &= tag != "article"
 
 
