@@ -8,17 +8,17 @@ from collections.abc import Iterable
 import numpy as np
 
 from llmserve.scheduling.moments import FIT_EVERY, SPREAD_LEAST, Moments
-from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.queues.waiting import NO_ROOM, Amount, QueuedRequest, Room
 
 ROOM_CHANGES, LONGEST_CHANGES = 1.5, 1.1  # factors by which these have changed when requests are sorted by them again
 TAIL = 0.01  # part of the requests that is beyond the 99th percentile
 SPENT = TAIL / 2  # part of the requests that may wait until last; the other half is left to chance
+LONGEST = 2.2  # of the longest wait of first come, first served: what the longest requests are to wait at most
 LONG_LEAST = 2.0  # of the mean: what shorter requests take is too little to be worth their wait
-PART = 0.5  # of the room up to the tail that a delay may use; the rest is for the work that is yet to come
 MARGIN = 0.1  # of the tail, which a delay may always use: the 99th percentile may be 1.1 of first come, first served's
 SLOPE_MOST = 2.0
 SLOPE_SURE, SHARE_SURE = 2.0, 64.0  # the slope 1 beforehand, as a sum of squares of x; the share 1, as answers
-EDGES_PER_E = 10.0  # edges of a histogram for a factor of e
+EDGES_PER_E = 30.0  # edges of a histogram for a factor of e
 LOG_LEAST, LOG_MOST = -14.0, 21.0  # logarithms of the first and the last edge: a microsecond, forty years
 
 
@@ -112,35 +112,52 @@ class Waits:
     """The waits that first come, first served would give, and the room that they leave to other orders.
 
     Such a wait w is the waiting work at an arrival, over the slots. The work is nearly the same under every order that
-    leaves no slot empty, so an order that goes by these waits hardly changes them. No rate and no distribution is
-    assumed: only w and its past count, so the room closes while a queue grows beyond all earlier ones.
+    leaves no slot empty, so an order that goes by these waits hardly changes them. The longest requests wait until
+    last, so all others wait for v at most: what w is without the work of the longest. No rate and no distribution is
+    assumed: only the waits and their past count, so the room closes while a queue grows beyond all earlier ones.
 
     memory : arrivals after which an observation's weight has fallen to a third.
 
-    room_s     seconds by which the order may delay a request now: PART of what w is below its 99th percentile, and
-               MARGIN of this percentile; 0 while no request has had to wait
+    room       for delays: its slack is what v is below the 99th percentile of w + s, the latencies that first come,
+               first served would give; its margin is MARGIN of this percentile
+    room_s     that of a mean request
     longest_s  the longest w; arrivals that need not wait forget it slowly
-    Both follow the measurements in steps, for requests are sorted by them.
+    All follow the measurements in steps, for requests are sorted by them.
     """
 
-    def __init__(self, memory: int = 8192) -> None:
+    def __init__(self, memory: int = 8192, room: Room = NO_ROOM) -> None:
         self._tail = Tail(TAIL, memory)
         self._keep = 1.0 - 1.0 / (memory * 8)
-        self._longest_s = 0.0
+        self._longest_s = self._ahead_s = 0.0
         self.room_s = self.longest_s = 0.0
+        self.room = room
 
-    def observe(self, wait_s: float) -> bool:
-        """Count an arrival. wait_s : w, >= 0. True when room_s or longest_s changed."""
-        self._tail.observe(wait_s)
+    def observe(self, wait_s: float, usual_s: float, service_s: float, mean_s: float) -> bool:
+        """Count an arrival. True when the room changed.
+
+        wait_s : w, >= 0.  usual_s : v.  service_s : likely time of the request.  mean_s : of a mean request
+        """
+        self._tail.observe(wait_s + service_s)
+        self._ahead_s = max(self._ahead_s, usual_s)
         if wait_s > self._longest_s:
             self._longest_s = wait_s
         elif wait_s <= 0.0:
             self._longest_s *= self._keep
-        tail_s = max(wait_s, min(self._tail.value, self._longest_s))
-        room_s = PART * (tail_s - wait_s) + MARGIN * tail_s
-        if _near(room_s, self.room_s, ROOM_CHANGES) and _near(self._longest_s, self.longest_s, LONGEST_CHANGES):
+            self._ahead_s *= self._keep
+        longest_s, ahead_s = self._longest_s, self._ahead_s
+        if longest_s <= 0.0:
             return False
-        self.room_s, self.longest_s = room_s, self._longest_s
+        tail_s = max(usual_s, min(self._tail.value, longest_s + service_s))
+        last_s = LONGEST * longest_s - ahead_s
+        room = Room(tail_s - usual_s, MARGIN * tail_s, ahead_s, last_s)
+        room_s = room.of_s(mean_s)
+        if (
+            _near(room_s, self.room_s, ROOM_CHANGES)
+            and _near(longest_s, self.longest_s, LONGEST_CHANGES)
+            and _near(last_s, self.room.last_s, LONGEST_CHANGES)
+        ):
+            return False
+        self.room, self.room_s, self.longest_s = room, room_s, longest_s
         return True
 
 
@@ -160,24 +177,26 @@ class Load:
 
     def tell(self, requests: Iterable[QueuedRequest]) -> None:
         """Give requests the inputs of their sort keys."""
-        room_s, longest_s = self.waits.room_s, self.waits.longest_s
+        room = self.waits.room
         for queued in requests:
-            queued.room_s, queued.longest_s = room_s, longest_s
+            queued.room = room
 
     def likely_tokens(self, forecast: float | None, mean: float) -> float:
         """The mean length of answers of this forecast. forecast : tokens; None without one. mean : of all answers"""
         return self.calibration.tokens(forecast) if forecast else mean
 
-    def arrive(self, queued: QueuedRequest, work_us: int, ahead: int, slots: int) -> bool:
+    def arrive(self, queued: QueuedRequest, amount: Amount, ahead: int, slots: int) -> bool:
         """Learn from a new request. True when the waits changed.
 
-        work_us : of a slot, of those that wait already.  ahead : requests that wait in engines.  slots : of the model
+        amount : of those that wait already.  ahead : requests that wait in engines.  slots : of the model
         """
         mean_s, slots = queued.service_mean_s, max(1, slots)
         self._works.observe(queued.service_s)
         queued.long_s = max(self._works.value, LONG_LEAST * mean_s)
-        changed = self.waits.observe((1e-6 * work_us + ahead * mean_s) / slots)
-        queued.room_s, queued.longest_s = self.waits.room_s, self.waits.longest_s
+        work_s = 1e-6 * amount.work_us + ahead * mean_s
+        usual_s = (work_s - 1e-6 * amount.long_us) / slots
+        changed = self.waits.observe(work_s / slots, usual_s, queued.service_s, mean_s)
+        queued.room = self.waits.room
         return changed
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> bool:
@@ -188,6 +207,6 @@ class Load:
         forecast = queued.request.expected_tokens
         if not (output_tokens > 0 and forecast and self.calibration.observe(forecast, output_tokens)):
             return False
-        before, self.waits, self._works = self.waits, Waits(), Tail(SPENT)
+        before, self.waits, self._works = self.waits, Waits(room=self.waits.room), Tail(SPENT)
         self.waits.room_s, self.waits.longest_s = before.room_s, before.longest_s
         return True

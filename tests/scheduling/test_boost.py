@@ -14,11 +14,11 @@ from test_scheduler import arrive, new_scheduler, step
 
 from llmserve.commands.simulate import Scenario, Summary, run, simulate
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.choice.orders import AHEAD, LAST, WAIT_MOST, FixedOrder, boosted, mean_turn
-from llmserve.scheduling.load import LONGEST_CHANGES, MARGIN, PART, Calibration, Load, Tail, Waits
+from llmserve.scheduling.choice.orders import WAIT_MOST, FixedOrder, boosted, mean_turn
+from llmserve.scheduling.load import LONGEST, LONGEST_CHANGES, MARGIN, Calibration, Load, Tail, Waits
 from llmserve.scheduling.messages import EngineReady, RequestEnded
 from llmserve.scheduling.queues import model_queues
-from llmserve.scheduling.queues.waiting import QueuedRequest
+from llmserve.scheduling.queues.waiting import PART, QueuedRequest, Room
 from llmserve.scheduling.queues.window_queue import WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings.policies import SchedulingConfig
@@ -28,13 +28,16 @@ from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import Workload
 
 
-def queued(
-    tokens: float, *, at_s: float = 0.0, room_s: float = 100.0, longest_s: float = 500.0, long_s: float = math.inf
-) -> QueuedRequest:
-    """A request of these tokens, one second each; the mean request takes 10 seconds."""
+def queued(tokens: float, *, at_s: float = 0.0, room: Room | None = None, long_s: float = math.inf) -> QueuedRequest:
+    """A request of these tokens, one second each; the mean request takes 10 seconds, and may be delayed by 100."""
     waiting = QueuedRequest(Request(0), 0, at_s, None, tokens, tokens, tokens, 10.0)
-    waiting.room_s, waiting.longest_s, waiting.long_s = room_s, longest_s, long_s
+    waiting.room, waiting.long_s = room or Room(0.0, 100.0, 500.0, 750.0), long_s
     return waiting
+
+
+def of_margin(margin_s: float) -> Room:
+    """The room while the wait is at its tail."""
+    return Room(0.0, margin_s, 500.0, 750.0)
 
 
 def load_of(scheduler: Scheduler) -> Load:
@@ -83,25 +86,35 @@ def test_the_order_is_the_generalized_c_mu_rule() -> None:
 
 def test_the_longest_requests_go_last_and_among_themselves_in_order_of_arrival() -> None:
     turns_s = [boosted(queued(tokens, at_s=at_s, long_s=50.0)) for at_s, tokens in ((1.0, 900.0), (2.0, 51.0))]
-    assert turns_s == [1.0 + LAST * 500.0, 2.0 + LAST * 500.0]
+    assert turns_s == [751.0, 752.0]
 
 
 def test_a_mean_request_keeps_its_arrival_as_its_turn_at_any_load() -> None:
-    for room_s in (0.0, 1e-6, 1.0, 1e6):
-        assert boosted(queued(10.0, at_s=3.0, room_s=room_s)) == pytest.approx(3.0)
+    for margin_s in (0.0, 1e-6, 1.0, 1e6):
+        assert boosted(queued(10.0, at_s=3.0, room=of_margin(margin_s))) == pytest.approx(3.0)
 
 
-def test_more_room_lets_a_short_request_pass_over_more_until_it_is_ahead_of_the_longest_wait() -> None:
-    turns_s = [boosted(queued(1.0, room_s=room_s)) for room_s in (0.0, 1.0, 10.0, 100.0, 1000.0, 1e9)]
+def test_more_room_lets_a_short_request_pass_over_more_until_it_is_ahead_of_all() -> None:
+    turns_s = [boosted(queued(1.0, room=of_margin(margin_s))) for margin_s in (0.0, 1.0, 10.0, 100.0, 1000.0, 1e9)]
     assert turns_s[:3] == [0.0, -9.0, -90.0]
     assert turns_s == sorted(turns_s, reverse=True)
-    assert -AHEAD * 500.0 <= turns_s[-1] <= turns_s[3] < -0.7 * AHEAD * 500.0
+    assert -500.0 <= turns_s[-1] <= turns_s[3] < -350.0
+
+
+def test_a_request_whose_own_time_brings_it_near_the_tail_is_delayed_less() -> None:
+    room = Room(400.0, 10.0, 500.0, 750.0)
+    delays_s = [boosted(queued(tokens, room=room)) / (1.0 - 10.0 / tokens) for tokens in (20.0, 200.0, 400.0, 900.0)]
+    assert delays_s == pytest.approx([PART * 380.0 + 10.0, PART * 200.0 + 10.0, 10.0, 10.0])
+
+
+def test_no_request_is_delayed_longer_than_the_longest_ones() -> None:
+    assert boosted(queued(100.0, room=Room(0.0, 1e6, 500.0, 750.0))) == 750.0
 
 
 def test_every_turn_is_a_number_however_short_or_long_the_answer() -> None:
     for tokens in (1e-300, 1e-9, 1.0, 1e9, 1e300):
-        for room_s in (1e-300, 1e-9, 1.0, 1e9, 1e300):
-            assert math.isfinite(boosted(queued(tokens, room_s=room_s)))
+        for margin_s in (1e-300, 1e-9, 1.0, 1e9, 1e300):
+            assert math.isfinite(boosted(queued(tokens, room=of_margin(margin_s))))
 
 
 # ---- the waits ----
@@ -131,26 +144,31 @@ def test_at_most_the_asked_part_is_beyond_a_tail_of_few_values() -> None:
 def test_room_is_what_the_wait_is_below_its_tail_and_hardly_any_while_a_queue_outgrows_all_earlier_ones() -> None:
     waits = Waits()
     for _ in range(100):
-        waits.observe(0.0)
+        waits.observe(0.0, 0.0, 1.0, 1.0)
     assert waits.room_s == 0.0
     for wait_s in range(1, 401):
-        waits.observe(float(wait_s))
-        assert waits.room_s <= 1.5 * MARGIN * wait_s
+        waits.observe(float(wait_s), float(wait_s), 1.0, 1.0)
+        assert waits.room_s <= 1.5 * MARGIN * (wait_s + 1.0)
     for wait_s in range(400, -1, -1):
-        waits.observe(float(wait_s))
+        waits.observe(float(wait_s), float(wait_s), 1.0, 1.0)
     assert waits.room_s == pytest.approx((PART + MARGIN) * 400.0, rel=0.35)
     assert waits.longest_s == pytest.approx(400.0, rel=0.1)
 
 
 def test_the_longest_wait_is_forgotten_slowly_and_only_by_arrivals_that_need_not_wait() -> None:
     waits = Waits(memory=10)
-    waits.observe(100.0)
+    waits.observe(100.0, 60.0, 1.0, 1.0)
     for _ in range(1_000):
-        waits.observe(50.0)
-    assert waits.longest_s == 100.0
+        waits.observe(50.0, 50.0, 1.0, 1.0)
+    assert (waits.longest_s, waits.room.ahead_s, waits.room.last_s) == (
+        100.0,
+        60.0,
+        pytest.approx(LONGEST * 100.0 - 60.0),
+    )
     for _ in range(1_000):
-        waits.observe(0.0)
+        waits.observe(0.0, 0.0, 1.0, 1.0)
     assert waits.longest_s < 1.0
+    assert waits.room.ahead_s < 1.0
 
 
 def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
@@ -160,7 +178,7 @@ def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
     step(scheduler, RequestEnded("gpu0", 0, "completed"), 1.0)
     queues, load = scheduler.queues(""), load_of(scheduler)
     waiting = queues.all_waiting()
-    assert {request.room_s for request in waiting} == {load.waits.room_s}
+    assert {request.room for request in waiting} == {load.waits.room}
     assert queues.amount.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
     run_dry(scheduler, next(iter(scheduler.engines["gpu0"].running)), 1.0)
     assert queues.amount.work_us == 0
@@ -215,7 +233,7 @@ def test_a_long_queue_is_sorted_again_in_slices_and_then_as_if_at_once(asked: li
         assert len(asked) <= SLICE
     assert slices == 8
     waiting = list(queues.formed)
-    assert {request.room_s for request in waiting} == {load_of(scheduler).waits.room_s}
+    assert {request.room for request in waiting} == {load_of(scheduler).waits.room}
     in_turn = sorted(waiting, key=lambda request: (boosted(request), request.request.id))
     started = run_dry(scheduler, next(iter(scheduler.engines["gpu0"].running)), 1.0)
     assert started[1:] == [request.request.id for request in in_turn]
@@ -232,7 +250,7 @@ def test_a_load_that_changes_while_a_long_queue_is_sorted_again_begins_the_sort_
     assert load_of(scheduler).waits.longest_s > before_s
     while scheduler.queues("").dirty:
         next_starts(scheduler)
-    assert {request.longest_s for request in scheduler.queues("").formed} == {load_of(scheduler).waits.longest_s}
+    assert {request.room for request in scheduler.queues("").formed} == {load_of(scheduler).waits.room}
 
 
 def drawn_arrivals(kind: str, rate_per_s: float, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -336,12 +354,12 @@ def test_a_window_that_is_sorted_again_equals_a_new_window() -> None:
     window = WindowQueue(0, 8, boosted)
     waiting: list[QueuedRequest] = []
     for number in range(200):
-        request = queued(rng.uniform(1.0, 100.0), at_s=float(number), room_s=float(number))
+        request = queued(rng.uniform(1.0, 100.0), at_s=float(number), room=of_margin(float(number)))
         request.request = Request(next(ids))
         waiting.append(request)
         if number % 20 == 19:
             for other in window:
-                other.room_s = float(number)
+                other.room = of_margin(float(number))
             window.sort_all()
         window.append(request)
         if number % 5 == 4:

@@ -73,7 +73,7 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
         for queued in own:
             if queued.run is None:
                 amount.add(queued)
-        told = [(one.guessed, one.tokens, one.prompt_us, one.work_us) for one in (amount, queues.amount)]
+        told = [(one.guessed, one.tokens, one.prompt_us, one.work_us, one.long_us) for one in (amount, queues.amount)]
         assert told[0] == told[1], f"{model!r} has {told[0]} to do, not {told[1]}"
         row = queues.fair._row
         assert row == sorted(row, key=lambda entry: entry[:2]), "shares are out of order"

@@ -21,18 +21,17 @@ from typing import ClassVar
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import Share, by_turn, dealt
+from llmserve.scheduling.load import LONGEST
 from llmserve.scheduling.queues.deadline_queue import DeadlineQueue, around_first, largest_feasible
 from llmserve.scheduling.queues.waiting import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
-LAST = 1.5  # of the longest wait: the delay of the longest requests; see `boosted`
-AHEAD = 1.0  # of the longest wait: how far ahead a request may go
-WAIT_MOST = LAST + AHEAD + 1.0
+WAIT_MOST = LONGEST + 1.0
 """Bound on a wait under boost, in longest waits W of first come, first served, by forecast work.
 
-All requests that can start before another one have arrived less than (LAST + AHEAD) W after it. When so much time has
-passed, all the waiting work takes W at most.
+All requests that can start before another one have arrived less than last_s + ahead_s = LONGEST W after it. When so
+much time has passed, all the waiting work takes W at most.
 """
 PREEMPTION_FACTOR = 3.03
 
@@ -234,20 +233,23 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
 def boosted(queued: QueuedRequest) -> float:
     """The turn under boost, seconds: the arrival, plus a delay that is below 0 for requests shorter than the mean.
 
-        turn = a + r (1 - m / s)                 from -AHEAD W / 2 down in proportion to s: -AHEAD W at s = 0
-        turn = a + LAST W                        for the longest requests, one in 200
+        turn = a + r(s) (1 - m / s)          at most a + LONGEST W - V
+        turn = a + r(m) (1 - m / s)          for s < m; from -V / 2 down in proportion to s: -V at s = 0
+        turn = a + LONGEST W - V             for the longest requests, one in 200
 
     a : arrival.  s : likely time of the request on a slot, with its prompt.  m : that of a mean request
-    r : the room for delays.  W : the longest wait that first come, first served would have given (load.py: Waits)
+    r : the room for delays.  W : the longest wait that first come, first served would have given.  V : likewise, but
+    without the work of the longest requests (load.py: Waits)
 
     m / s is the boost. Of two requests the one of the greater m / s + age / r is first: 1 / s is what a second of a
     slot gains in finished requests, and waiting for r counts as much as a mean request's boost. This is the generalized
     c mu rule for the cost T + (s / m) T^2 / 2 r of a latency T (van Mieghem, Annals of Applied Probability 5(3), 1995).
-    A long request is delayed by less than r. When the wait is near its 99th percentile, each delay lengthens the tail;
-    then r is small, and the order is nearly first come, first served.
+    A long request is delayed by less than r(s). When its latency would be near the 99th percentile without a delay,
+    each delay lengthens the tail; then r is small, and the order is nearly first come, first served.
 
     The longest requests are fewer than the hundredth beyond the 99th percentile, and take more time than any others of
-    their number. The percentile hardly changes however long they wait, so they go last, in order of arrival.
+    their number. The percentile hardly changes however long they wait, so they go last, in order of arrival. As all
+    others have V of work at most, they wait for LONGEST W then.
 
     A bound holds for any arrivals and any forecasts: see `WAIT_MOST`.
 
@@ -257,16 +259,18 @@ def boosted(queued: QueuedRequest) -> float:
     """
     if queued.turn is not None:
         return queued.turn.key_s(queued.service_s)
-    room_s, service_s = queued.room_s, queued.service_s
-    if room_s <= 0.0:
+    room, service_s, mean_s = queued.room, queued.service_s, queued.service_mean_s
+    if room.margin_s <= 0.0:
         return queued.arrived_at_s
     if service_s >= queued.long_s:
-        return queued.arrived_at_s + LAST * queued.longest_s
-    half_s = 0.5 * AHEAD * queued.longest_s
-    short_s = queued.service_mean_s / (1.0 + half_s / room_s)  # of this boost
+        return queued.arrived_at_s + room.last_s
+    if service_s >= mean_s:
+        return queued.arrived_at_s + min(room.last_s, room.of_s(service_s) * (1.0 - mean_s / service_s))
+    room_s, half_s = room.of_s(mean_s), 0.5 * room.ahead_s
+    short_s = mean_s / (1.0 + half_s / room_s)  # of this boost
     if service_s < short_s:
         return queued.arrived_at_s - half_s * (2.0 - service_s / short_s)
-    return queued.arrived_at_s + room_s * (1.0 - queued.service_mean_s / service_s)
+    return queued.arrived_at_s + room_s * (1.0 - mean_s / service_s)
 
 
 # ---- keys of the moment --------------------------------------------------------------------------------------------

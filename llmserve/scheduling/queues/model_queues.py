@@ -159,7 +159,7 @@ class ModelQueues:
         queued = self._queued(request, queue.index, score, now_s, cached_tokens)
         if (load := self.load) is not None:
             ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
-            if load.arrive(queued, self.amount.work_us, ahead, self.all_slots):
+            if load.arrive(queued, self.amount, ahead, self.all_slots):
                 self.dirty = self._changed = True
         queued.sort_length = binning.sort_length(queued)
         queued.join(self.fair.of(request.share, request.weight))

@@ -17,6 +17,31 @@ from llmserve.scheduling.programs.turn import Turn
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
 
+PART = 0.5  # of the room up to the tail that a delay may use; the rest is for the work that is yet to come
+
+
+class Room(msgspec.Struct, frozen=True):
+    """The room that the load leaves for delays; all 0 while no request has had to wait.
+
+    slack_s   by which the present wait, first come, first served, is below the 99th percentile of latencies
+    margin_s  by which any request may be delayed
+    ahead_s   how far ahead of its arrival a request may go.  last_s : by which the longest requests are delayed
+    """
+
+    slack_s: float = 0.0
+    margin_s: float = 0.0
+    ahead_s: float = 0.0
+    last_s: float = 0.0
+
+    def of_s(self, service_s: float) -> float:
+        """Seconds by which a request of this service time may be delayed; it is among the longest latencies sooner if
+        its own time is long."""
+        return PART * max(0.0, self.slack_s - service_s) + self.margin_s
+
+
+NO_ROOM = Room()
+
+
 class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. A request is in exactly one place: in a bin, in a formed batch, or on an engine.
 
@@ -32,10 +57,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s         part of service_s that the prompt takes
     guessed          whether the answer has no forecast, so that it counts as the mean answer
     total_tokens     tokens in an engine's memory at the end of the run; whole, so that sums return to exactly zero
-    room_s           by which the order may delay requests, and longest_s : the longest wait first come, first served,
-                     when the request was last sorted
+    room             for delays, when the request was last sorted
     long_s           service time from which on a request may wait until last
-    These three are set for orders that follow the load only, by scheduling/load.py
+    These two are set for orders that follow the load only, by scheduling/load.py
 
     bin              where the request waits or last waited; sort_length : its length in a window
     original         request and score by which predictions are judged, see Binning.judges_by; None: the present ones
@@ -59,8 +83,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     work_us: int = 0
     prompt_s: float = 0.0
     cached_tokens: float = 0.0
-    room_s: float = 0.0
-    longest_s: float = 0.0
+    room: Room = NO_ROOM
     long_s: float = math.inf
     original: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
@@ -137,16 +160,19 @@ class Amount:
     """What requests have to do, in quantities of which the seconds are learnt later, too, and in microseconds by the
     speeds at the arrivals; whole, so that sums return to exactly zero.
 
-    guessed  answers without a forecast.  tokens : likely, of the others.  prompt_us : of a slot.  work_us : of all
+    guessed  answers without a forecast.  tokens : likely, of the others.  prompt_us : of a slot
+    work_us  of a slot.  long_us : of the requests that may wait until last
     """
 
-    __slots__ = ("guessed", "prompt_us", "tokens", "work_us")
+    __slots__ = ("guessed", "long_us", "prompt_us", "tokens", "work_us")
 
     def __init__(self) -> None:
-        self.guessed = self.tokens = self.prompt_us = self.work_us = 0
+        self.guessed = self.tokens = self.prompt_us = self.work_us = self.long_us = 0
 
     def add(self, queued: QueuedRequest, sign: int = 1) -> None:
         self.work_us += sign * queued.work_us
+        if queued.service_s >= queued.long_s:
+            self.long_us += sign * queued.work_us
         if queued.guessed:
             self.guessed += sign
         else:
