@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from questions.orders import arrivals
+from questions.orders import arrivals, limits
 from questions.orders.run import forecast, scheduling
 
 from llmserve.commands.simulate import run
+from llmserve.scheduling import load
 from llmserve.simulation import workload
 from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import STEP_S, Scenario, Workload
@@ -48,10 +53,42 @@ def test_results_are_compared_with_those_of_another_commit(
 ) -> None:
     output = tmp_path / "arrivals.json"
     command = ["lab", "--only", "bimodal", "batches", "Poisson 0.97", "--requests", "300", "--seeds", "2"]
+    command += ["--slots", "4", "8", "--taus", "0.65", "--forecasts", "calibrated"]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(output)])
     arrivals.main()
     monkeypatch.setattr(sys, "argv", ["lab", "--results", str(output), "--before", str(output)])
     arrivals.main()
     printed = capsys.readouterr().out
-    assert "| batches | " in printed
-    assert "The mean is above 1.05 of before's in 0 of 1 Poisson cells (mean 1.000)" in printed
+    assert "| bimodal | batches | 8 | calibrated, tau 0.65 | 1.00 | " in printed
+    assert "| batches | 2 | 1.00, 1.00 | " in printed
+    assert "The mean is above 1.05 of before's in 0 of 2 Poisson cells" in printed
+
+
+@pytest.mark.parametrize("names", [9, 10])
+def test_a_part_of_the_cells_has_each_value_of_each_flag_about_equally_often(names: int) -> None:
+    args = argparse.Namespace(
+        slots=[4, 8, 32, 128],
+        taus=[0.2, 0.5, 0.65],
+        forecasts=["calibrated", "extreme"],
+        every=25,
+        first_seed=0,
+        seeds=1,
+    )
+    cases = list(arrivals.cases_of(args, map(str, range(names)), map(str, range(14))))
+    assert len(cases) == math.ceil(names * 14 * 24 / 25)
+    for flag, values in (("name", names), ("arrivals", 14), ("slots", 4), ("tau", 3), ("forecasts", 2)):
+        counts = Counter(case[flag] for case in cases).values()
+        assert len(counts) == values
+        assert max(counts) <= 1.3 * min(counts)
+
+
+def test_what_the_bounds_cost_is_measured_with_other_bounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (load.SPENT, load.LONGEST)
+    command = ["lab", "--only", "bimodal", "--requests", "300", "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    limits.main()
+    waits = dict(re.findall(r"\| bimodal \| 0.5% \| (\S+) \| .* \| (\S+) \|", capsys.readouterr().out))
+    assert float(waits["10"]) > float(waits[f"{load.LONGEST:g}"])
+    assert before == (load.SPENT, load.LONGEST)

@@ -1,11 +1,14 @@
 """What boost costs and gains where arrivals are not Poisson, or lengths are not those of a chat.
 
     python scripts/lab orders.arrivals --lengths "chat=azure_llm_2023_conv.csv.gz:output_tokens" \\
-        --trace "chat trace, 0.9=azure_llm_2023_conv.csv.gz" --output docs/results/orders-arrivals.json
+        --trace "chat trace, 0.9=azure_llm_2023_conv.csv.gz" --every 25 --output docs/results/orders-arrivals.json
 
 The script simulates one engine with the real scheduler under boost. First come, first served needs no scheduler: each
 request starts when the next slot is free.
-Lengths are drawn from files (--lengths) and from five distributions. Arrivals, by their mean load:
+A cell is a kind of lengths, of arrivals, a number of slots, and a kind of forecasts. All cells take days of processor
+time; --every N takes each Nth. Where N has no divisor in common with the number of values of a flag, these are about
+equally frequent. --quick runs a few cells for seconds.
+Lengths are drawn from files (--lengths) and from six distributions. Arrivals, by their mean load:
 
     Poisson L       stationary, at load L
     day, D          Poisson at 0.9 times 1 + 0.3 sin, with a period of D requests
@@ -16,8 +19,9 @@ Lengths are drawn from files (--lengths) and from five distributions. Arrivals, 
     a trace (--trace "NAME, L=FILE")  its gaps in their order, from a random place on, stretched to load L
 
 Forecasts are those of `lab orders`; "blind" ones are calibrated, but the longest 3 % of the answers are forecast as the
-shortest. Prints Markdown tables of the mean, of the 99th percentile and of the longest wait, over those of first come,
-first served, as means over the seeds. --before shows the results of another commit beside them.
+shortest. Prints Markdown tables of the mean, of the 99th and the 99.9th percentile and of the longest wait, over those
+of first come, first served, as means over the seeds: for groups of cells the mean of the cells and the highest, then
+all cells. --before shows the results of another commit beside them.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from kit.arguments import add_seeds, parser_of, whole
@@ -54,29 +59,35 @@ MEAN_MOST, WAIT_MOST = 1.05, 2.5  # bounds: on the mean over --before's in Poiss
 BATCH, STEP = 20, 10.0
 SOJOURN, HIGH, LOW = 600.0, 1.25, 0.45  # of the MMPP
 BLIND = 0.03  # part of the answers whose length is not seen
+QUICK = {"every": 1009, "seeds": 1, "requests": 500}
 CASE = ("name", "arrivals", "slots", "tau", "forecasts", "seed")
-QUANTITIES = {"mean": "mean latency", "p99": "99th percentile of the latency", "longest": "longest wait"}
+QUANTITIES = ("mean", "p99", "p99.9", "longest")
+MOST = {"mean": 1.0, "p99": TAIL_MOST, "longest": WAIT_MOST}  # over first come, first served's
 FORECASTS = ("calibrated", "extreme", "blind")
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_seeds(parser, 3)
+    add_seeds(parser, 10)
     parser.add_argument("--lengths", action="append", default=[], metavar="NAME=FILE:COLUMN", help="repeatable")
     parser.add_argument("--trace", action="append", default=[], metavar="NAME, LOAD=FILE", help="repeatable")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these lengths or arrivals only")
-    parser.add_argument("--slots", type=whole(1), nargs="+", default=[8])
-    parser.add_argument("--tau", type=float, default=0.63)
-    parser.add_argument("--forecasts", choices=FORECASTS, nargs="+", default=["calibrated"])
-    parser.add_argument("--requests", type=whole(1), default=20_000)
+    parser.add_argument("--slots", type=whole(1), nargs="+", default=[4, 8, 32, 128])
+    parser.add_argument("--taus", type=float, nargs="+", default=[0.2, 0.5, 0.65])
+    parser.add_argument("--forecasts", choices=FORECASTS, nargs="+", default=["calibrated", "extreme"])
+    parser.add_argument("--requests", type=whole(1), default=10_000)
+    parser.add_argument("--every", type=whole(1), default=1, metavar="N", help="one of N cells")
+    parser.add_argument("--quick", action="store_true", help="a few cells, one seed, few requests: a trial")
     parser.add_argument("--before", type=Path, metavar="FILE", help="--output of the same command at another commit")
     args = parser.parse_args()
+    if args.quick:
+        vars(args).update(QUICK)
     try:
         rows = read_rows(args.results, CASE) if args.results else measure(args)
         before = read_rows(args.before, CASE) if args.before else []
     except (ConfigError, OSError, ValueError, KeyError) as error:
         parser.error(str(error))
-    print("\n\n".join([*tables(rows), *bounds(rows, before)]))
+    print("\n\n".join(tables(cells(rows), cells(before))))
     save_rows(args.output, rows)
 
 
@@ -86,16 +97,19 @@ def measure(args: argparse.Namespace) -> list[Row]:
     if args.only:
         lengths = {name: some for name, some in lengths.items() if name in args.only} or lengths
         arrivals = {name: kind for name, kind in arrivals.items() if name in args.only} or arrivals
-    errors = {name: error_of(some, args.tau) for name, some in lengths.items()}
     cases = list(cases_of(args, lengths, arrivals))
+    errors = {
+        (name, tau): error_of(lengths[name], tau) for name, tau in {(case["name"], case["tau"]) for case in cases}
+    }
     return measured(partial(serve, lengths, errors, arrivals, args.requests), cases, args.jobs)
 
 
 def cases_of(args: argparse.Namespace, *names: Iterable[str]) -> Iterator[Case]:
     """names : of lengths, of arrivals"""
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    for case in product(*names, args.slots, [args.tau], args.forecasts, seeds):
-        yield dict(zip(CASE, case, strict=True))
+    some = islice(product(*names, args.slots, args.taus, args.forecasts), 0, None, args.every)
+    for cell, seed in product(some, seeds):
+        yield dict(zip(CASE, (*cell, seed), strict=True))
 
 
 # ---- lengths and arrivals -----------------------------------------------------------------------------------------
@@ -111,6 +125,7 @@ def drawn() -> dict[str, Lengths]:
         "bimodal": np.where(rng.random(POOL) < 0.8, short, long),
         "Pareto 1.1": np.minimum(20.0 * rng.random(POOL) ** (-1.0 / 1.1), 16_384.0),
         "trimodal": rng.choice([5.0, 300.0, 8_000.0], POOL, p=[0.6, 0.37, 0.03]),
+        "lognormal 0.8": workload.draw_lengths("lognormal:5.2,0.8", POOL, rng),
     }
 
 
@@ -171,7 +186,7 @@ def replayed(gaps: Times, load: float, count: int, gap_s: float, rng: np.random.
 
 def serve(
     lengths: Mapping[str, Lengths],
-    errors: Mapping[str, float],
+    errors: Mapping[tuple[str, float], float],
     arrivals: Mapping[str, Arrivals],
     requests: int,
     case: Case,
@@ -184,7 +199,7 @@ def serve(
     gap_s = STEP_S * float(similar.mean()) / case["slots"]
     arrivals_s = arrivals[case["arrivals"]](requests, gap_s, arrivals_rng)
     calibrated = case["forecasts"] != "extreme"
-    predictions = forecast(served, similar, errors[case["name"]], error_rng, calibrated=calibrated)
+    predictions = forecast(served, similar, errors[case["name"], case["tau"]], error_rng, calibrated=calibrated)
     if case["forecasts"] == "blind":
         predictions = blinded(predictions, served)
     trace = workload.Trace(arrivals_s, served, np.zeros(requests))
@@ -199,7 +214,7 @@ def serve(
 
 def quantities(waits_s: Times, service_s: Times) -> dict[str, float]:
     latency_s = waits_s + service_s
-    numbers = (latency_s.mean(), np.quantile(latency_s, 0.99), waits_s.max())
+    numbers = (latency_s.mean(), np.quantile(latency_s, 0.99), np.quantile(latency_s, 0.999), waits_s.max())
     return dict(zip(QUANTITIES, map(float, numbers), strict=True))
 
 
@@ -224,8 +239,16 @@ def blinded(predictions: Predictions, served: Lengths) -> Predictions:
 
 # ---- tables -----------------------------------------------------------------------------------------------------
 
-Cell = tuple[object, ...]
+Cell = tuple[Any, ...]
 """(lengths, arrivals, slots, tau, forecasts)"""
+Cells = Mapping[Cell, Mapping[str, float]]
+GROUPS: dict[str, Callable[[Cell], object]] = {
+    "": lambda cell: "all cells",
+    "arrivals": lambda cell: cell[1],
+    "lengths": lambda cell: cell[0],
+    "slots": lambda cell: cell[2],
+    "forecasts": lambda cell: f"{cell[4]}, tau {cell[3]:g}",
+}
 
 
 def cells(rows: Sequence[Row]) -> dict[Cell, dict[str, float]]:
@@ -234,43 +257,60 @@ def cells(rows: Sequence[Row]) -> dict[Cell, dict[str, float]]:
     return {cell: {name: fmean(values(some, name)) for name in QUANTITIES} for cell, some in groups}
 
 
-def tables(rows: Sequence[Row]) -> list[str]:
-    texts = []
-    for (slots, tau, forecasts), some in group(rows, "slots", "tau", "forecasts").items():
-        found = cells(some)
-        names, arrivals = ([key for (key,) in group(some, name)] for name in ("name", "arrivals"))
-        for quantity, text in QUANTITIES.items():
-            lines = [
-                [kind, *(f"{found[name, kind, slots, tau, forecasts][quantity]:.2f}" for name in names)]
-                for kind in arrivals
-            ]
-            title = f"{text}, {forecasts} forecasts of tau {tau:g}, {slots} slots"
-            texts.append(markdown(["arrivals", *names], lines, title=title))
-    return texts
+def tables(found: Cells, before: Cells) -> list[str]:
+    """before : of another commit; only cells that both have are compared"""
+    both = {cell: numbers["mean"] / before[cell]["mean"] for cell, numbers in found.items() if cell in before}
+    texts = [grouped(found, both, title, key) for title, key in GROUPS.items()]
+    if both:
+        there = {cell: before[cell] for cell in both}
+        texts.append(grouped(there, {}, "before", GROUPS[""]))
+        texts.append(compared(there, both))
+    head = ["lengths", "arrivals", "slots", "forecasts", "mean over before's", *QUANTITIES]
+    lines = [
+        [cell[0], cell[1], str(cell[2]), GROUPS["forecasts"](cell), ratio_of(both, [cell])]
+        + [f"{numbers[name]:.2f}" for name in QUANTITIES]
+        for cell, numbers in found.items()
+    ]
+    return [*texts, markdown(head, lines, title="cells")]
 
 
-def bounds(rows: Sequence[Row], before: Sequence[Row]) -> list[str]:
-    """In how many cells each bound is passed, and the highest value."""
-    found, earlier = cells(rows), cells(before)
-    shared = found.keys() & earlier.keys() if earlier else found.keys()
+def grouped(found: Cells, both: Mapping[Cell, float], title: str, key: Callable[[Cell], object]) -> str:
+    """A line for each group of cells: the mean and the highest of each quantity, and how many pass its bound."""
+    groups: dict[object, list[Cell]] = {}
+    for cell in found:
+        groups.setdefault(key(cell), []).append(cell)
     lines = []
-    for label, some in (("now", found), *([("before", earlier)] if earlier else [])):
-        line = [label]
-        for quantity, most in (("mean", 1.0), ("p99", TAIL_MOST), ("longest", WAIT_MOST)):
-            numbers = [some[cell][quantity] for cell in shared]
-            line.append(f"{sum(number > most + 5e-4 for number in numbers)} of {len(numbers)}, {max(numbers):.2f}")
+    for name, some in groups.items():
+        line = [str(name), str(len(some)), ratio_of(both, some)]
+        for quantity in QUANTITIES:
+            numbers = [found[cell][quantity] for cell in some]
+            line.append(f"{fmean(numbers):.2f}, {max(numbers):.2f}")
+            if (most := MOST.get(quantity)) is not None:
+                line.append(str(sum(number > most + 5e-4 for number in numbers)))
         lines.append(line)
-    head = ["", "mean above 1.00, highest", f"p99 above {TAIL_MOST:.2f}", f"longest wait above {WAIT_MOST}"]
-    texts = [markdown(head, lines, title="bounds")]
-    if earlier:
-        ratios = {c: found[c]["mean"] / earlier[c]["mean"] for c in shared if str(c[1]).startswith("Poisson")}
-        over = [cell for cell, ratio in ratios.items() if ratio > MEAN_MOST]
-        kept = [c for c in over if earlier[c]["p99"] <= TAIL_MOST and earlier[c]["longest"] <= WAIT_MOST]
-        texts.append(
-            f"The mean is above {MEAN_MOST} of before's in {len(over)} of {len(ratios)} Poisson cells (mean "
-            f"{fmean(ratios.values()):.3f}); before kept both other bounds in {len(kept)} of these."
-        )
-    return texts
+    head = [title, "cells", "mean over before's"]
+    for quantity in QUANTITIES:
+        head += [quantity] + ([f"above {MOST[quantity]:.2f}"] if quantity in MOST else [])
+    return markdown(head, lines, title=title)
+
+
+def ratio_of(both: Mapping[Cell, float], some: Iterable[Cell]) -> str:
+    """The mean over another commit's: its mean over these cells, and the highest."""
+    ratios = [both[cell] for cell in some if cell in both]
+    if not ratios:
+        return ""
+    return f"{fmean(ratios):.2f}" + (f", {max(ratios):.2f}" if len(ratios) > 1 else "")
+
+
+def compared(before: Cells, both: Mapping[Cell, float]) -> str:
+    """In how many Poisson cells the mean is above MEAN_MOST of another commit's, and where that one kept the bounds."""
+    ratios = {cell: ratio for cell, ratio in both.items() if cell[1].startswith("Poisson")}
+    over = [cell for cell, ratio in ratios.items() if ratio > MEAN_MOST]
+    kept = [cell for cell in over if all(before[cell][name] <= most for name, most in MOST.items())]
+    return (
+        f"The mean is above {MEAN_MOST} of before's in {len(over)} of {len(ratios)} Poisson cells; before kept the "
+        f"other bounds in {len(kept)} of these."
+    )
 
 
 if __name__ == "__main__":
