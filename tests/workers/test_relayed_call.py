@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmserve.calls.in_flight import Receipt
+from llmserve.forecasts.reading import PromptReaders
 from llmserve.gateway.draft import Draft
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.request import Terms, Wire
@@ -34,7 +35,7 @@ class Relay:
         draft = Draft(
             ENDPOINTS[PATH], wire=Wire(PATH, b"{}", True, form=COMPLETION), prompt=Prompt("hi", "m"), model="m"
         )
-        self.call = RelayedCall(self, 1, draft, self.exchange, None)
+        self.call = RelayedCall(self, 1, draft, self.exchange, PromptReaders({}), None)
         self.call.arrive()
 
     def _end(self) -> None:
