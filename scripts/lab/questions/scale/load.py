@@ -100,9 +100,23 @@ def all_of(server: Server) -> list[psutil.Process]:
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
-    """Processor time so far, user and system."""
-    times = [process.cpu_times() for process in processes]
-    return sum(of.user + of.system for of in times)
+    """Processor time so far, user and system.
+
+    By /proc/PID/task/ID/schedstat, whose first number is nanoseconds; psutil knows hundredths of a second. The time of
+    a thread that has ended is left out.
+    """
+    files = [file for process in processes for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
+    if not files:
+        times = [process.cpu_times() for process in processes]
+        return sum(of.user + of.system for of in times)
+    return sum(_first_number(file) for file in files) / 1e9
+
+
+def _first_number(file: Path) -> int:
+    try:
+        return int(file.read_text(encoding="ascii").split()[0])
+    except OSError:  # the thread has just ended
+        return 0
 
 
 def memory_bytes(processes: Sequence[psutil.Process]) -> int:
