@@ -43,6 +43,7 @@ class Relay(Intake):
     on_welcome  called when a scheduler process is there
 
     admission   the stages of requests, to which parts add theirs
+    on_lost      called when the scheduler process is gone; None: the next one is awaited
     begin_trace  begins the traces of requests; None: there are none
     server   of this relay's clients, once it listens.  sharing : of its connections with other relays; None: none
     refused : requests by code, until the next report
@@ -53,6 +54,7 @@ class Relay(Intake):
         self.admission = self._admission
         self.admission.by_address = config.limits.fair_by == "address"
         self.begin_trace: BeginTrace | None = None
+        self.on_lost: Callable[[], None] | None = None
         self.server: Server | None = None
         self.sharing: Sharing | None = None
         self.refused: Counter[str] = Counter()
@@ -128,6 +130,9 @@ class Relay(Intake):
             hear(call, message)
 
     def _lost(self) -> None:
+        if self.on_lost is not None:
+            self.on_lost()
+            return
         log.warning("the scheduler process is gone: %d requests wait for the next one or go on", len(self._calls))
 
     def _welcome(self, told: messages.Welcome) -> None:

@@ -51,26 +51,34 @@ class _AllButEngines:
 
 
 async def relay(config: Config, parts: Sequence[Part], place: Place) -> int:
-    """Relay requests until SIGTERM, or until the process that has started this one is gone. Returns the exit status.
+    """Relay requests until SIGTERM. When the process that has started this one is gone, the scheduler process drains,
+    and its end is the end of this one. Returns the exit status.
 
     parts : of the server, which are in relays
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     starting = asyncio.current_task()
+    relayed: Relay | None = None
 
     def on_stop() -> None:
         nonlocal starting
-        loop.remove_reader(place.parent)
         if starting is not None:  # there was no scheduler process yet
             starting.cancel()
             starting = None
         stop.set()
 
+    def on_parent_gone() -> None:
+        loop.remove_reader(place.parent)
+        if relayed is not None and relayed.line.is_open:
+            relayed.on_lost = on_stop
+        else:
+            on_stop()
+
     loop.add_signal_handler(signal.SIGTERM, on_stop)
-    loop.add_reader(place.parent, on_stop)
+    loop.add_reader(place.parent, on_parent_gone)
     assert place.listener is not None, "a relay has a socket"
     with contextlib.suppress(asyncio.CancelledError):
-        async with relaying(config, parts, place, place.listener):
+        async with relaying(config, parts, place, place.listener) as relayed:
             starting = None
             gc.collect()
             gc.set_threshold(*COLLECTED_AFTER)
@@ -80,7 +88,9 @@ async def relay(config: Config, parts: Sequence[Part], place: Place) -> int:
 
 
 @contextlib.asynccontextmanager
-async def relaying(config: Config, parts: Sequence[Part], place: Place, listener: socket.socket) -> AsyncIterator[None]:
+async def relaying(
+    config: Config, parts: Sequence[Part], place: Place, listener: socket.socket
+) -> AsyncIterator[Relay]:
     """Relay requests inside the block, once the scheduler process is there."""
     welcome, keys = asyncio.Event(), Keys({}, tokens_of(config))
     relay, server = Relay(config, str(place.messages), keys, welcome.set), Server(config)
@@ -113,7 +123,7 @@ async def relaying(config: Config, parts: Sequence[Part], place: Place, listener
         if place.sharing is not None:
             place.sharing.follow(relay.server)
         relay.progress()
-        yield
+        yield relay
 
 
 def limits_of(config: Config) -> ServerLimits:

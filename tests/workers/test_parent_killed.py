@@ -6,6 +6,7 @@ import asyncio
 
 import aiohttp
 import psutil
+from many_processes import metric, until
 from server_process import Server, all_ended
 
 from llmserve.engines.timed.server import FakeEngine
@@ -24,9 +25,12 @@ async def test_what_runs_is_answered_and_all_processes_end_where_the_parent_is_k
                     return await response.text()
 
             answers = [asyncio.create_task(answer()) for _ in range(2)]  # one of them waits
-            async with asyncio.timeout(30):
-                while not engine.running:  # noqa: ASYNC110 (of another process)
-                    await asyncio.sleep(0.01)
+
+            async def one_waits() -> bool:
+                in_bins = await metric(session, server, "llmserve_bin_requests")
+                return in_bins + await metric(session, server, "llmserve_formed_requests") == 1
+
+            await until(one_waits)
             server.process.kill()
             texts = await asyncio.gather(*answers)
             assert all(text.endswith("data: [DONE]\n\n") for text in texts)
