@@ -52,6 +52,19 @@ def test_a_conversation_goes_on_where_its_prompt_is() -> None:
     assert placed(arrive(scheduler, begins(2, 1, 2, 3, 4, 5, 6, 7, 8, 9), now_s=1.0)) == [(2, "a")]
 
 
+def test_a_few_answers_where_a_prompt_is_do_not_drive_it_away_and_many_do() -> None:
+    """Half a second of the prompt is common, a tenth each request's own. The answers, of two seconds, hardly slow each
+    other; what is computed holds all of them up.
+    """
+    scheduler = experienced(engine("a", 8), engine("b", 8))
+    arrive(scheduler, begins(0, 1, 2, 3, 4, 5))
+    step(scheduler, AnswerBegan(0), 0.6)
+    starts = placed(
+        arrive(scheduler, *[begins(number, 1, 2, 3, 4, 5, 10 + number) for number in range(1, 6)], now_s=0.6)
+    )
+    assert [name for _, name in starts] == ["a", "a", "a", "b", "b"]
+
+
 def test_a_short_prefix_is_computed_again_rather_than_waited_for() -> None:
     """A block takes a tenth of a second; a third answer beside two makes each of them slower than that."""
     scheduler = experienced(engine("a", 4), engine("b", 4))
