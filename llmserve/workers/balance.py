@@ -48,7 +48,10 @@ class Balance:
         self._counts[relay] = connections
         counts = self._counts.tolist()
         least = min(counts)
-        return None if connections <= least + SLACK * least else counts.index(least)
+        if connections > least + SLACK * least:
+            return counts.index(least)
+        self._counts[relay] = connections + 1
+        return None
 
     def give(self, relay: int, connection: socket.socket) -> bool:
         """Pass a connection on. False: it cannot be taken now."""
@@ -86,6 +89,7 @@ class Sharing:
         def take() -> None:
             while (connection := balance.take(relay)) is not None:
                 server.take(connection)
+                self.note(server)
 
         self.note(server)
         server.pass_on(passes)
