@@ -140,7 +140,7 @@ def test_an_escaped_text_has_as_many_half_surrogates_as_python_sees(text: str) -
         ('{"a":1}'.encode("utf-16"), "the text is UTF-16; JSON is UTF-8", ""),
         ('{"a":1}'.encode("utf-16-be"), "the text is UTF-16; JSON is UTF-8", ""),
         ('{"a":1}'.encode("utf-32"), "the text is UTF-32; JSON is UTF-8", ""),
-        (b'{"a":[' + b"0," * 10 + b"]}", "in `a.10`", "a.10"),
+        (b'{"a":[' + b"0," * 10 + b"x]}", "expecting value, in `a.10`", "a.10"),
     ],
 )
 def test_an_error_names_what_is_wrong_and_where(data: bytes, words: str, path: str) -> None:
