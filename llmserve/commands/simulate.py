@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -26,7 +26,7 @@ from msgspec import Meta
 from bins.dispatch import DispatchSolver
 from llmserve.errors import ConfigError
 from llmserve.live.journal import Header, Journal
-from llmserve.scheduling.messages import Action, Event, RequestArrived
+from llmserve.request import Request
 from llmserve.settings.dispatch import DispatchConfig
 from llmserve.settings.load import add_flags, convert
 from llmserve.settings.policies import PLANNED, SchedulingConfig
@@ -108,12 +108,14 @@ def run(
         list(timed_engines),
         solver=solver,
         journal=journal,
-        on_step=_listener(recorder, on_arrival),
+        on_step=recorder,
         predict=None if learning is None else learning.predicted,
         revise=None if learning is None else learning.learn,
     )
     try:
         requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
+        if on_arrival is not None:
+            requests = _counted(requests, on_arrival)
         with collector_paused():
             cluster.run(requests, flush=scenario.last_batch == "flush")
     finally:
@@ -148,18 +150,14 @@ def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: Dispatch
     return dispatch.solver(scheduling, barrier=scenario.barrier)
 
 
-def _listener(
-    recorder: Recorder, on_arrival: Callable[[int], None] | None
-) -> Callable[[float, Event, list[Action]], None]:
-    if on_arrival is None:
-        return recorder
-
-    def listen(now_s: float, event: Event, actions: list[Action]) -> None:
-        recorder(now_s, event, actions)
-        if type(event) is RequestArrived and (event.request.id + 1) % PROGRESS_EVERY == 0:
-            on_arrival(event.request.id + 1)
-
-    return listen
+def _counted(
+    arrivals: Iterator[tuple[float, Request]], on_arrival: Callable[[int], None]
+) -> Iterator[tuple[float, Request]]:
+    """Tell the number of arrivals so far, every PROGRESS_EVERY of them."""
+    for number, arrival in enumerate(arrivals, 1):
+        yield arrival
+        if number % PROGRESS_EVERY == 0:
+            on_arrival(number)
 
 
 # ---- several runs -----------------------------------------------------------------------------------------------
