@@ -11,7 +11,7 @@ from test_scheduler import arrive, step
 
 from llmserve.request import Request
 from llmserve.scheduling.messages import RequestEnded
-from llmserve.scheduling.moments import FIT_EVERY
+from llmserve.scheduling.moments import FIT_EVERY, Moments, least_squares
 from llmserve.scheduling.work import PromptTime
 
 
@@ -120,3 +120,28 @@ def test_the_scheduler_learns_from_the_first_token_of_a_stream() -> None:
         now_s += 0.5 + 0.001 * prompt_tokens + decode_s
         step(scheduler, RequestEnded("gpu0", number, "completed", 100.0, decode_s=decode_s), now_s)
     assert scheduler.models[""].prompts.prefill_s(1_000.0) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("causes", [(0,), (0, 2), (3, 0, 2)])
+def test_slopes_and_errors_are_those_of_a_regression_over_all_answers(causes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    answers = rng.lognormal(1.0, 0.7, (4 * FIT_EVERY, 5))
+    answers[:, 4] += answers[:, :4] @ [1.0, 0.0, 2.0, 0.5]
+    moments = Moments(10**12)
+    for answer in answers:
+        moments.observe(*answer.tolist())
+    design = np.column_stack([np.ones(len(answers)), answers[:, causes]])
+    solution, residual, *_ = np.linalg.lstsq(design, answers[:, 4], rcond=None)
+    errors = np.sqrt(residual / (len(answers) - design.shape[1]) * np.diag(np.linalg.inv(design.T @ design)))
+    fitted = least_squares(moments, causes, 4)
+    assert fitted is not None
+    assert fitted[0] == pytest.approx(solution[1:], rel=1e-6)
+    assert fitted[1] == pytest.approx(errors[1:], rel=1e-6)
+
+
+def test_causes_that_do_not_differ_independently_have_no_slopes() -> None:
+    moments = Moments(1024)
+    for number in range(FIT_EVERY):
+        moments.observe(float(number), 2.0 * number, 0.0, float(number % 5))
+    assert least_squares(moments, (0, 1), 3) is None
+    assert least_squares(moments, (2,), 3) is None
