@@ -223,9 +223,11 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
     """The function that gives a batch the mean turn of its requests."""
 
     def turn_of_batch_s(batch: FormedBatch) -> float:
-        if len(batch.requests) == 1:
-            return turn_s(batch.first)
-        return sum([turn_s(queued) for queued in batch.requests.values()]) / len(batch.requests)
+        requests = batch.requests
+        if len(requests) == 1:
+            (queued,) = requests.values()
+            return turn_s(queued)
+        return sum([turn_s(queued) for queued in requests.values()]) / len(requests)
 
     return turn_of_batch_s
 

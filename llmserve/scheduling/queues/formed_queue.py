@@ -158,8 +158,12 @@ class FormedQueue:
         key_of, by_share = self._key, self._by_share
         fresh: dict[Share, list[Entry]] = {}
         for batch in batches:
-            batch.key = key_of(batch)
-            fresh.setdefault(batch.join_least_served(), []).append((batch.key, batch.id, batch.serial, batch))
+            batch.key = key = key_of(batch)
+            entry = key, batch.id, batch.serial, batch
+            if (share := batch.join_least_served()) in fresh:
+                fresh[share].append(entry)
+            else:
+                fresh[share] = [entry]
         for share, entries in fresh.items():
             heap = by_share.setdefault(share, [])
             if len(heap) < 4 * len(entries):

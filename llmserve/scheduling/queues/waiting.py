@@ -480,7 +480,8 @@ class FormedBatch:
         not large. Returns the share.
         """
         if len(self.requests) == 1:
-            self.share = self.first.share
+            (queued,) = self.requests.values()
+            self.share = queued.share
         else:
             shares = dict.fromkeys([queued.share for queued in self.requests.values()])
             self.share = min(shares, key=lambda share: share.place, default=NOBODY)
