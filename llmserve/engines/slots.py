@@ -44,6 +44,7 @@ ENDS_LOOKED = 1 << 10  # ends until it is asked again which are older than each 
 
 FIRST_GROWTH = 2  # growth factor of the number of slots before anything has waited
 GROWTH = 1.25  # the same factor after requests have waited inside the engine once
+END_LATE = 0.5  # of the service: for so long may an end be on its way while the stream that got its slot begins
 LATE = 1.25  # times the service: a stream that begins later than this has waited
 ALL_STREAMS = 0.95  # share of streams among the answers from which on the streams that advance are all that runs
 STREAMS_LEAST = 0.25  # the share below which whole answers are looked at
@@ -119,9 +120,10 @@ class _Level:
     tests     streams that were asked for more than was proven; asked, had : their sums
     room      logarithm of the odds that these had room
     answers   whole answers to requests that were sent since
+    surplus   since when more streams advance than the number, how many, and the sequences that have ended since; None
     """
 
-    __slots__ = ("answers", "asked", "had", "most", "peak", "room", "since_s", "tests", "unproven", "waited")
+    __slots__ = ("answers", "asked", "had", "most", "peak", "room", "since_s", "surplus", "tests", "unproven", "waited")
 
     def __init__(self, since_s: float, due: int) -> None:
         self.since_s = since_s
@@ -129,6 +131,7 @@ class _Level:
         self.unproven = self.peak = self.most = 0
         self.tests, self.asked, self.had, self.room = 0, 0.0, 0.0, 0.0
         self.answers = WholeAnswers(due)
+        self.surplus: tuple[float, int, int] | None = None
 
     def test(self, asked: float, had: float) -> tuple[float, float]:
         """Add a test. Returns the means so far of what was asked and had."""
@@ -246,6 +249,8 @@ class SlotsLearner:
         sent = self._running.get(request_id)
         if sent is None or sent.began_s is not None:
             return
+        if self._level.surplus is not None:
+            self._confirm(now_s)
         sent.began_s = self._now_s = now_s
         self._advancing += sent.sequences
         self._streams += (1.0 - self._streams) * self._latest
@@ -293,6 +298,8 @@ class SlotsLearner:
             return
         self._now_s = now_s
         sequences = sent.sequences
+        if self._level.surplus is not None:
+            self._confirm(now_s, sequences)
         self._in_flight -= sequences
         if sequences == 1:
             self._ends.append(now_s)
@@ -380,14 +387,15 @@ class SlotsLearner:
     def _stream(self, sent: _Sent, had: int, seen: int, odds: float) -> None:
         """A stream has begun. seen : that many ran at once for certain, itself included.  odds : see _waited"""
         slots, level, asked = self._number, self._level, sent.asked
+        if seen > slots and self.found and not self._known:
+            since_s, most, ended = level.surplus or (self._now_s, 0, 0)
+            level.surplus, seen = (since_s, max(most, seen), ended), slots
         level.peak = max(level.peak, seen)
         if self._known:
             self._try_streams(sent, had)
             self._next_try(asked)
         elif seen >= slots and not self.found:
             self._double(seen)
-        elif seen > slots:
-            self._set(seen, tried=max(1, round((GROWTH - 1.0) * seen)))
         elif self._counted or not self._in_order:
             return
         elif not self.found:
@@ -406,6 +414,20 @@ class SlotsLearner:
             elif level.waited:
                 level.waited.pop()
             self._next_try(asked)
+
+    def _confirm(self, now_s: float, ended: int = 0) -> None:
+        """Take the number of streams that advance, unless an end explains those beyond the number: one that came later
+        than the first token of the stream that got its slot. ended : sequences that end now
+        """
+        assert self._level.surplus is not None
+        self._now_s = now_s
+        since_s, seen, before = self._level.surplus
+        if seen - before <= self._number:
+            self._level.surplus = None
+        elif now_s - since_s > END_LATE * (self._first_s.value or 0.0):
+            self._set(seen - before, tried=max(1, round((GROWTH - 1.0) * (seen - before))))
+        else:
+            self._level.surplus = since_s, seen, before + ended
 
     def _try_streams(self, sent: _Sent, had: int) -> None:
         """Judge a try by the streams that were sent for it."""

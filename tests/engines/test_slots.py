@@ -153,6 +153,19 @@ def test_of_a_first_burst_to_an_engine_with_one_slot_one_request_waits_there() -
     assert (engine.learner.slots, engine.learner.look_ahead, engine.learner.found) == (1, 0, True)
 
 
+@pytest.mark.parametrize(("end_s", "slots"), [(1.004, 4), (1.2, 5)])
+def test_a_stream_more_than_the_slots_is_one_more_slot_unless_an_end_came_late(end_s: float, slots: int) -> None:
+    learner = SlotsLearner()
+    learner.restore({"slots": 4, "limit_reached": True})
+    for request_id in range(4):
+        learner.sent(request_id, 0.0)
+        learner.began(request_id, 0.1)
+    learner.sent(4, 0.9)
+    learner.began(4, 1.0)
+    learner.ended(0, end_s, 100)
+    assert learner.slots == slots
+
+
 def test_a_second_burst_finds_one_slot_in_use() -> None:
     engine = Engine(1, SlotsLearner())
     engine.answer(9)
