@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import shutil
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An installation that is no checkout, beside a file that it may have come from."""
     monkeypatch.setattr(installation, "ROOT", tmp_path / "site-packages")
     monkeypatch.setattr(shutil, "which", lambda _: None)
+    found = importlib.util.find_spec
+    pip = ModuleSpec("pip", None)  # an environment made by uv has none
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pip if name == "pip" else found(name))
     wheel = tmp_path / "llmserve.whl"
     wheel.touch()
     return wheel
