@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from questions.simulated import warm
+from questions.simulated import shared, warm
 from questions.simulated.fit import Answer, fitted
 from questions.simulated.long import SETTINGS, passed
 from questions.simulated.run import FIGURES, conversations, costs_record, simulated
@@ -67,6 +67,12 @@ def test_the_work_is_the_same_in_front_of_the_engine_and_chats_wait_no_longer_fo
 
 
 def test_where_slots_run_out_more_is_found_in_caches_by_those_who_wait_for_the_engine_that_has_their_prompt() -> None:
-    anywhere, ours = (warm.passed(way, 100, 5.0, 1) for way in (warm.ANY, warm.OURS))
+    anywhere, ours = (warm.passed(warm.TALKS["CPU"], way, 100, 5.0, 1) for way in (warm.ANY, warm.OURS))
     assert ours["hit_rate"] > anywhere["hit_rate"]
     assert ours["first_s_mean"] < anywhere["first_s_mean"]
+
+
+def test_chats_that_share_a_system_prompt_need_the_cache_once_for_it() -> None:
+    whole, ours = (shared.passed(way, 60, 3.0, 1) for way in (shared.WHOLE, shared.OURS))
+    assert ours["first_s_mean"] < 0.5 * whole["first_s_mean"]
+    assert ours["latency_s_mean"] < whole["latency_s_mean"]
