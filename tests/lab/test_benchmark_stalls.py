@@ -11,7 +11,9 @@ from questions.performance import stalls
 from questions.performance.scheduler import Case
 
 FEW, MANY = 1_200, 4_000
-SETUPS = {case.name: case for case in stalls.setups(FEW) if case.shares > 1}
+CALLS = 8_000  # of a step, which take some 2 ms: fewer than two for each of the many
+SHARES_COUNT = ("boost, release window", "flex", "clockwork")  # where a step asks or deals between all shares
+SETUPS = {case.name: case for case in stalls.setups(FEW) if case.shares > 1 and not case.name.startswith(SHARES_COUNT)}
 
 
 def of_size(case: Case, queued: int) -> Case:
@@ -21,7 +23,7 @@ def of_size(case: Case, queued: int) -> Case:
 @pytest.mark.parametrize("name", SETUPS)
 def test_no_kind_of_step_calls_more_functions_where_more_requests_wait(name: str) -> None:
     few, many = [stalls.calls(of_size(SETUPS[name], queued)) for queued in (FEW, MANY)]
-    grown = {kind: (few[kind], called) for kind, called in many.items() if called > 2 * few[kind]}
+    grown = {kind: (few[kind], called) for kind, called in many.items() if called > max(CALLS, 2 * few[kind])}
     assert grown == {}
 
 

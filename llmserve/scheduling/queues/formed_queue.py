@@ -260,9 +260,11 @@ class FormedQueue:
         if self.only or not (self._returned or self._large or self._behind):
             return fresh
         firsts = [] if fresh is None else [fresh]
-        for batches in (self.returned, self.passable):
-            willing = (batch for batch in batches if batch not in without)
-            firsts += [batch for batch in willing if share is None or batch.has(share)]
+        firsts += [batch for batch in self.returned if batch not in without and (share is None or batch.has(share))]
+        for batch in self.passable:
+            held = share is None or batch.share is share or (len(batch.requests) > 1 and batch.has(share))
+            if held and batch not in without:
+                firsts.append(batch)
         return min(firsts, key=self.turn_of, default=None)
 
     def split(self, batch: FormedBatch, count: int) -> FormedBatch:

@@ -90,7 +90,7 @@ def events(load: Load, case: Case) -> Steps:
     for _ in range(UNLIKE):
         engine, request = load.running.pop(0)
         yield "answers unlike forecasts", RequestEnded(engine, request.id, "completed", 1e4 / request.quantiles[0])
-        yield from _refilled(load, 1, "answers unlike forecasts")
+        yield "answers unlike forecasts", RequestArrived(load.request(float(load.rng.lognormal(5.2, 0.8)), GAP_S))
 
 
 def _waiting(load: Load) -> list[int]:
