@@ -25,6 +25,7 @@ from llmserve.errors import LLMServeError
 SOURCE = Path(__file__).with_name("load.c")
 PER_OCTAVE = 32  # as in load.c
 WITHIN_S = 120.0
+SHORT_EVERY_US = 10_000  # between the events of short streams; the engine sends the first one after as long
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kit.results import read_parts, with_rows, write_text
 from kit.rows import Row, group, select
 from kit.tables import markdown
 
+from questions.scale.load import SHORT_EVERY_US
 from questions.scale.sides import KEYS, ONE
 
 Parts = Mapping[str, Any]
@@ -30,8 +31,8 @@ TEXTS = {
     "overload": "The machine is full here: a front-end that is late reads several events at once and writes them as "
     "one, so that an event costs less and comes later. Where engine and clients take the rest of the cores, the rate "
     "is the machine's limit.",
-    "short": "Streams of 16 events, one each 10 ms, that begin at this rate however many run. Late: streams that had "
-    "no event ten seconds after the last had begun.",
+    "short": "Streams of 16 events, the first after 10 ms and then one each 10 ms, that begin at this rate however "
+    "many run. Late: streams that had no event ten seconds after the last had begun.",
     "whole": "32 connections ask again when they are answered. With drawn words no two prompts are equal, so that "
     "each is forecast anew; equal prompts are the best case.",
 }
@@ -220,7 +221,9 @@ def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str, float 
     short = select(rows.get("short", ()), load="500/s")
     for name in (ONE, "2 relays"):
         first = median(select(short, side=name), "first_ms_p50")
-        yield f"500 short streams a second, first event p50 with {name}, ms", "3", first, 3.0, ".2f"
+        beyond = None if first is None else first - SHORT_EVERY_US / 1_000
+        what = f"500 short streams a second, first event p50 with {name}, beyond the engine's own 10 ms, ms"
+        yield what, "3", beyond, 3.0, ".2f"
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from kit.results import day_and_machine, in_turn, read_parts, rounded, write_tex
 from kit.rows import Row
 
 from questions.scale.load import (
+    SHORT_EVERY_US,
     Load,
     NoCompiler,
     Processes,
@@ -57,7 +58,7 @@ PARTS: Mapping[str, Sequence[Load]] = {
         Load("1,000 streams x 50/s", "streams", 1_000, BEGIN_PER_S, LASTING, 20_000),
         Load("4,000 streams x 20/s", "streams", 4_000, BEGIN_PER_S, LASTING, 50_000),
     ),
-    "short": tuple([Load(f"{rate}/s", "short", rate_per_s=rate, every_us=10_000) for rate in (100, 500, 900)]),
+    "short": tuple([Load(f"{rate}/s", "short", rate_per_s=rate, every_us=SHORT_EVERY_US) for rate in (100, 500, 900)]),
     "whole": (
         Load("equal prompts", "whole", 32),
         Load("200 drawn words", "whole", 32, words=200),
