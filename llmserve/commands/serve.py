@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from msgspec.structs import replace
 
 from llmserve.errors import ConfigError
 from llmserve.runtime import logs
+from llmserve.runtime.collecting import spare_what_is_loaded
 from llmserve.runtime.extras import EMBEDDED, missing
 from llmserve.runtime.installation import pip_install
 from llmserve.settings import load as configuration
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-COLLECTED_AFTER = (10_000, 2)  # objects, and collections of new ones: each lasts under a millisecond, and is rare
 FIRST_WORD_S, WORD_EVERY_S = 3.0, 10.0  # while no engine is ready
 
 
@@ -232,9 +231,7 @@ async def run(
                 await _reload(reloader)
             await _wait_for_engine(cluster, url)
             starting = None
-            gc.collect()
-            gc.set_threshold(*COLLECTED_AFTER)
-            gc.freeze()  # loaded modules live forever: a full collection that scans these objects stalls every stream
+            spare_what_is_loaded()
             if relays is None or not relays.predecessors:
                 _print_address(cluster, url, with_key=config.server.api_key_file is not None)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -86,7 +86,9 @@ class Front(Part):
     @contextlib.asynccontextmanager
     async def open(self, server: Server) -> AsyncIterator[None]:
         listening, metrics = server.get(Listening), server.get(Metrics)
-        refusals, limits = Refusals(metrics.refused), _limits(server)
+        refusals, uploads = Refusals(metrics.refused), tuple(server.get(OwnApi).uploads)
+        proxies = trusted_proxies(server.config) if server.find(BehindRelays) is None else TrustedRelays()
+        limits = server_limits(server.config, uploads, proxies)
         async with AsyncExitStack() as stack:
             if listening.state is not None:
                 everybody = StateEndpoints(server.get(LiveCluster), metrics, any_key(()))
@@ -111,16 +113,19 @@ class Front(Part):
         return lambda: server.get(HttpServer).use(tls)
 
 
-def _limits(server: Server) -> ServerLimits:
-    config = server.config
+def server_limits(config: Config, streamed: Container[str], proxies: TrustedProxies) -> ServerLimits:
+    """The limits of a server of clients.
+
+    streamed : the paths whose bodies are taken as they come.  proxies : whose word on the client's address is taken
+    """
     return ServerLimits(
         config.limits.body_bytes_max,
         config.live.buffer_bytes_max,
         config.limits.buffers_bytes_max,
         config.live.client_stall_s,
         keep_alive_s=config.live.keep_alive_s,
-        streamed=tuple(server.get(OwnApi).uploads),
-        trusted_proxies=trusted_proxies(config) if server.find(BehindRelays) is None else TrustedRelays(),
+        streamed=streamed,
+        trusted_proxies=proxies,
     )
 
 

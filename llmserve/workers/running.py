@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -15,22 +14,20 @@ from llmserve.gateway.answers import Refusals
 from llmserve.gateway.endpoints import ENDPOINTS
 from llmserve.gateway.part import Admissions, tls_of, trusted_proxies
 from llmserve.gateway.stages import Admission
-from llmserve.http.limits import ServerLimits
 from llmserve.http.server import running
 from llmserve.observe.part import Followers, Traced
 from llmserve.part import Part, Server
+from llmserve.runtime.collecting import spare_what_is_loaded
 from llmserve.settings.policies import named, order_settings
 from llmserve.settings.tree import Config
 from llmserve.tenants.authentication import Keys
 from llmserve.tenants.issuer_keys import IssuerKeys
 from llmserve.tenants.keys import tokens_of
 from llmserve.web.app import App
-from llmserve.web.part import begin_trace_of, watchers_of
+from llmserve.web.part import begin_trace_of, server_limits, watchers_of
 from llmserve.workers.passing import PassedOn, Passing
 from llmserve.workers.processes import Place
 from llmserve.workers.relay import Relay
-
-COLLECTED_AFTER = (10_000, 2)  # as in commands/serve.py
 
 
 class RelayApp(App):
@@ -80,9 +77,7 @@ async def relay(config: Config, parts: Sequence[Part], place: Place) -> int:
     with contextlib.suppress(asyncio.CancelledError):
         async with relaying(config, parts, place, place.listener) as relayed:
             starting = None
-            gc.collect()
-            gc.set_threshold(*COLLECTED_AFTER)
-            gc.freeze()
+            spare_what_is_loaded()
             await stop.wait()
     return 0
 
@@ -116,7 +111,8 @@ async def relaying(
         app = RelayApp(
             relay, None, passed_on, cors=cors, watchers=watchers, body_bytes_max=config.limits.body_bytes_max
         )
-        relay.server = await stack.enter_async_context(running(app, listener, limits_of(config), tls_of(config)))
+        limits = server_limits(config, _AllButEngines(), trusted_proxies(config))
+        relay.server = await stack.enter_async_context(running(app, listener, limits, tls_of(config)))
         if followers:
             relay.server.on_ended(lambda exchange: None if passed(exchange) else followers.tell(exchange))
         relay.sharing = place.sharing
@@ -124,18 +120,6 @@ async def relaying(
             place.sharing.follow(relay.server)
         relay.progress()
         yield relay
-
-
-def limits_of(config: Config) -> ServerLimits:
-    return ServerLimits(
-        config.limits.body_bytes_max,
-        config.live.buffer_bytes_max,
-        config.limits.buffers_bytes_max,
-        config.live.client_stall_s,
-        keep_alive_s=config.live.keep_alive_s,
-        streamed=_AllButEngines(),
-        trusted_proxies=trusted_proxies(config),
-    )
 
 
 def passed(exchange: ClientExchange) -> bool:
