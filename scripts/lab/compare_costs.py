@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 from kit import ROOT, client
 from kit.arguments import add_results, parser_of
+from kit.keys import KEY, KEY_FILE
 from kit.progress import log
 from kit.results import machine, write_json
 from kit.servers import Server, fake_engine, module, running
@@ -39,15 +40,6 @@ from questions.performance.frontend import BODY, STREAM_TOKENS, STREAMS, load_wi
 
 CONNECTIONS = 32
 TOKEN_S = 0.004  # of each of the streams, so that hardly two events of one are read together
-KEY = "key-of-the-comparison"
-KEY_FILE = f"""
-[keys.one]
-key = "{KEY}"
-requests_per_minute = 100_000_000
-tokens_per_minute = 10_000_000_000
-tokens_waiting = 100_000_000
-concurrent = 10_000
-"""
 HEADERS = {"authorization": f"Bearer {KEY}"}
 REPEATS = 3  # of all streams
 COMPILED = Path(tempfile.gettempdir()) / f"llmserve-compiled-{os.getuid()}"

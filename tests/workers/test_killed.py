@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,12 @@ from many_processes import (
     asked,
     keys_in,
     metric,
-    running_engine,
     scheduler_and_relays,
     session_of_many,
     started,
     until,
 )
 from server_process import Server
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    with running_engine() as (url, _):
-        yield url
 
 
 async def answer(session: aiohttp.ClientSession, server: Server, *, stream: bool, **fields: Any) -> str:

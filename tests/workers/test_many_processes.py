@@ -25,12 +25,6 @@ from many_processes import (
 from server_process import Server, all_ended
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    with running_engine() as (url, _):
-        yield url
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     return keys_in(tmp_path, ann="concurrent = 3")

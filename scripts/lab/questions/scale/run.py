@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 
 from kit.arguments import exit_on, parser_of, positive, whole
+from kit.keys import KEY
 from kit.progress import log
 from kit.results import day_and_machine, in_turn, read_parts, rounded, write_text
 from kit.rows import Row
@@ -45,7 +46,7 @@ from questions.scale.load import (
     until_quiet,
 )
 from questions.scale.page import OUTPUT, PAGE, page, save
-from questions.scale.sides import KEY, NGINX, ROUTER, Side, nginx, of_llmserve, serving
+from questions.scale.sides import NGINX, ROUTER, Side, nginx, of_llmserve, serving
 
 LASTING = 1_000_000  # tokens of a stream that outlives its run
 BEGIN_PER_S = 471.0  # no divisor of the events' rates: else many streams would have their events at the same moment

@@ -12,20 +12,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+from kit.keys import KEY_FILE
 from kit.servers import Server, flags_of, running
 
 from llmserve.engines.process import free_ports
 from questions.scale.load import Processes, all_of
 
-KEY = "key-of-the-comparison"
-KEY_FILE = f"""
-[keys.one]
-key = "{KEY}"
-requests_per_minute = 100_000_000
-tokens_per_minute = 10_000_000_000
-tokens_waiting = 100_000_000
-concurrent = 100_000
-"""
 ONE, ROUTER, NGINX = "one process", "vllm-router", "nginx"
 KEYS = ", keys and limits"  # of a label
 SLOTS = 20_000  # of all engines: nothing waits

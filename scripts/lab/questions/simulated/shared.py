@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from kit.arguments import parser_of
 from kit.results import rounded, write_json
-from kit.rows import Row, medians, ratio, select
+from kit.rows import Row, medians
 from kit.tables import cells, show
 
 from llmserve.scheduling.engines import EngineState
@@ -59,10 +59,7 @@ def main() -> None:
     show("chats whose prompts begin alike", list(COLUMNS), cells(rows, COLUMNS))
     ratios = []
     for rate in TALK.rates_per_s:
-        own = select(passes, begin_per_s=rate, way=OURS)
-        for way in (WHOLE, UNBOUND):
-            to = select(passes, begin_per_s=rate, way=way)
-            ratios.append({"begin_per_s": rate, "to": way} | {of: ratio(own, to, of, "seed") for of in RATIOS})
+        ratios += warm.ratios_to(passes, (WHOLE, UNBOUND), RATIOS, begin_per_s=rate)
     lines = [[f"{one['begin_per_s']:.1f}", one["to"], *[f"{one[name]:.2f}" for name in RATIOS]] for one in ratios]
     show("llmserve", ("conversations/s", "to", *RATIOS), lines, left=("to",))
     setting = {name: getattr(args, name) for name in ("conversations", "seeds", "first_seed")}

@@ -190,6 +190,15 @@ def passed(
     }
 
 
+def ratios_to(passes: Sequence[Row], ways: Sequence[str], figures: Sequence[str], **case: Any) -> list[dict[str, Any]]:
+    """The figures of OURS over those of each of the ways, in one case."""
+    own = select(passes, **case, way=OURS)
+    return [
+        {**case, "to": way} | {of: ratio(own, select(passes, **case, way=way), of, "seed") for of in figures}
+        for way in ways
+    ]
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -214,11 +223,7 @@ def main() -> None:
     ratios = []
     for name in args.engines:
         for rate in TALKS[name].rates_per_s:
-            own = select(passes, engines=name, begin_per_s=rate, way=OURS)
-            for way in (MOST, ANY):
-                to = select(passes, engines=name, begin_per_s=rate, way=way)
-                figures = {of: ratio(own, to, of, "seed") for of in RATIOS}
-                ratios.append({"engines": name, "begin_per_s": rate, "to": way} | figures)
+            ratios += ratios_to(passes, (MOST, ANY), RATIOS, engines=name, begin_per_s=rate)
     lines = [
         [one["engines"], f"{one['begin_per_s']:.1f}", one["to"], *[f"{one[name]:.2f}" for name in RATIOS]]
         for one in ratios
